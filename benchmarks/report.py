@@ -1,0 +1,165 @@
+"""Turns the result of run.py into Markdown, a plot and the short table at the end. Reads the JSON structure only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.decode_cpu import SHARE_TARGET as CPU_SHARE_TARGET
+from benchmarks.decode_inputs import SHARE_TARGET, US_TARGET_N1
+
+
+def best_peer(row: dict) -> dict | None:
+    return min((p for p in row["peers"] if "us" in p), key=lambda p: p["us"], default=None)
+
+
+def target_of(row: dict) -> tuple[str, bool] | None:
+    """The promise for this row in words, and whether it holds; None where nothing is promised."""
+    peer = best_peer(row)
+    if row["n"] >= 128 and row["heads"][1] == 64:
+        want = SHARE_TARGET[row["state"]]
+        return f">= {want:.0%} of copy", row["share"] >= want
+    if row["n"] == 1 and row["heads"][1] == 64 and row["state"] == "fp32":
+        return f"<= {US_TARGET_N1} us", row["us"] <= US_TARGET_N1
+    if peer:
+        return f"< {peer['us']:.2f} us ({peer['lib']})", row["us"] < peer["us"]
+    return None
+
+
+def table(header: list[str], rows: list[list]) -> str:
+    return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [header, ["---"] * len(header), *rows])
+
+
+def decode_table(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        head = [row["op"], row["state"], row["layout"], f"{row['heads'][0]}/{row['heads'][1]}", row["n"]]
+        if "error" in row:
+            rows.append([*head, "failed", row["error"][:60], "", "", "", ""])
+            continue
+        peer, target = best_peer(row), target_of(row)
+        rows.append([*head, f"{row['us']:.2f}", f"{row['GBs']:.0f}", f"{row['share']:.1%}", f"{row['host_us']:.1f}",
+                     f"{peer['us']:.2f} {peer['lib']} ({peer['source']})" if peer else "-",
+                     f"{target[0]}: {'yes' if target[1] else 'NO'}" if target else "-"])
+    return table(["op", "state", "layout", "heads", "N", "us", "GB/s", "share of copy", "host us", "best peer", "target"], rows)
+
+
+def peers_table(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        if row["layout"] == result["rows"][0]["layout"]:
+            for p in row["peers"]:
+                rows.append([row["op"], row["state"], f"{row['heads'][0]}/{row['heads'][1]}", row["n"], p["lib"], p["source"],
+                             f"{p['us']:.2f}" if "us" in p else p["error"][:60],
+                             f"{p['host_us']:.0f}" if "host_us" in p else "-"])
+    return table(["op", "state", "heads", "N", "peer", "source", "us", "host us"], rows)
+
+
+def accuracy_table(rows: list[dict]) -> str:
+    return table(["op", "state", "layout", "out", "state error"],
+                 [[r["op"], r["state"], r["layout"], f"{r['out']:.2e}", f"{r['state_error']:.2e}"] for r in rows])
+
+
+def verdict(name: str, value: float, limit: float, unit: str) -> list:
+    return [name, f"{value:.3g} {unit}", f"<= {limit:g} {unit}", "yes" if value <= limit else "NO"]
+
+
+def host_table(result: dict) -> str:
+    rows = []
+    if "decode" in result:
+        rows += [verdict("Python call, nine torch tensors, launch included", result["decode"]["host"]["python_us"], 8, "us"),
+                 verdict("cula_run from C++", result["decode"]["host"]["cpp_us"], 5, "us")]
+    if "cold" in result:
+        rows.append(verdict("first GPU result beyond CUDA's own start", result["cold"]["beyond_cuda_s"], 0.5, "s"))
+    rows.append(verdict("import cula", result["import"]["ms"], 100, "ms"))
+    return table(["what", "measured", "target", "met"], rows)
+
+
+def cpu_table(result: dict) -> str:
+    rows = []
+    for r in result["rows"]:
+        bound = r["n"] >= 128  # smaller batches live in the caches
+        rows.append([r["op"], r["state"], r["layout"], r["n"], f"{r['us']:.0f}", f"{r['GBs']:.1f}", f"{r['share']:.0%}",
+                     ("yes" if r["share"] >= CPU_SHARE_TARGET else "NO") if bound else "-"])
+    return table(["op", "state", "layout", "N", "us", "GB/s", "share of copy", f">= {CPU_SHARE_TARGET:.0%}"], rows)
+
+
+def markdown(result: dict) -> str:
+    machine = result["machine"]
+    parts = ["# Decode benchmark", ", ".join(f"{k}: {v}" for k, v in machine.items()),
+             "us: median time a call in a CUDA graph that rotates over states of 600 MB in all, L2 flushed before each replay. "
+             "Share: least bytes (states in and out, rows once) over the time, against the copy rate of the same run. Peers "
+             "marked `PEERS.md` are recorded figures of an H200, the others were measured in this run."]
+    if "decode" in result:
+        d = result["decode"]
+        parts += [f"## GPU decode, copy {d['copy_GBs']:.0f} GB/s", decode_table(d), "## Peers", peers_table(d),
+                  "## Accuracy (relative RMSE against float64, N = 8)", accuracy_table(d["accuracy"])]
+    parts += ["## Host", host_table(result)]
+    if "cpu" in result:
+        c = result["cpu"]
+        parts += [f"## cpu arch, {c['cores']} cores, copy {c['copy_GBs']:.1f} GB/s", cpu_table(c),
+                  "## Accuracy on the cpu arch", accuracy_table(c["accuracy"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def short(result: dict) -> str:
+    """What fits on a screen: the promised figures."""
+    lines = []
+    if "decode" in result:
+        d = result["decode"]
+        lines.append(f"copy {d['copy_GBs']:.0f} GB/s")
+        for row in d["rows"]:
+            name = f"{row['op']:9} {row['state']} {row['layout']} {row['heads'][0]:>2}/{row['heads'][1]:<2} N={row['n']:<4}"
+            if "error" in row:
+                lines.append(f"{name} FAILED {row['error'][:80]}")
+            elif target := target_of(row):
+                lines.append(f"{name} {row['us']:8.2f} us {row['share']:6.1%}  target {target[0]:26} "
+                             f"{'ok' if target[1] else 'MISSED'}")
+        worst = {kind: max((a for a in d["accuracy"] if a["state"] == kind), key=lambda a: a["state_error"])
+                 for kind in ("fp32", "bf16")}
+        lines.append("accuracy: out {:.2e}, fp32 state {:.2e}, bf16 state {:.2e} (worst op)".format(
+            max(a["out"] for a in d["accuracy"]), worst["fp32"]["state_error"], worst["bf16"]["state_error"]))
+    lines += [line.strip("| ").replace(" | ", "  ") for line in host_table(result).splitlines()[2:]]
+    if "cpu" in result:
+        big = [r for r in result["cpu"]["rows"] if r["n"] >= 128]
+        lines.append(f"cpu arch: {min(r['share'] for r in big):.0%} to {max(r['share'] for r in big):.0%} of "
+                     f"{result['cpu']['copy_GBs']:.1f} GB/s (target {CPU_SHARE_TARGET:.0%})")
+    return "\n".join(lines)
+
+
+def plot(result: dict, path: Path) -> str | None:
+    """Share of the copy rate over N; returns why there is no plot, or None."""
+    if "decode" not in result:
+        return "no GPU rows to plot"
+    try:
+        import matplotlib
+    except ImportError:
+        return "matplotlib is not installed"
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    d = result["decode"]
+    panels = sorted({(r["op"], r["state"], tuple(r["heads"])) for r in d["rows"]})
+    columns = 4
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(16, 3.2 * -(-len(panels) // columns)),
+                                squeeze=False, sharey=True)
+    for axis, panel in zip(axes.flat, panels):
+        here = [r for r in d["rows"] if (r["op"], r["state"], tuple(r["heads"])) == panel and "us" in r]
+        for layout in sorted({r["layout"] for r in here}):
+            line = [(r["n"], r["share"]) for r in here if r["layout"] == layout]
+            axis.plot(*zip(*line), marker="o", label=f"cula {layout}")
+        peer_lines: dict[str, list] = {}
+        for r in (r for r in here if r["layout"] == "vk"):
+            for p in r["peers"]:
+                if "us" in p:
+                    peer_lines.setdefault(p["lib"], []).append((r["n"], r["bytes"] / p["us"] / 1e3 / d["copy_GBs"]))
+        for lib, line in peer_lines.items():
+            axis.plot(*zip(*line), linestyle="--", marker=".", label=lib)
+        axis.set(title=f"{panel[0]} {panel[1]} {panel[2][0]}/{panel[2][1]}", xscale="log", xlabel="N", ylim=(0, 1.05))
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels):]:
+        axis.set_visible(False)
+    axes[0][0].set_ylabel("share of the copy rate")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return None

@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""`make bench`: what this machine reaches, beside the floor and the peers. Writes Markdown, JSON and a plot.
+
+With a GPU: decode of every family and shape, host time, cold start, import time, accuracy, and the cpu arch. Without: the last
+ones that need no GPU. Nothing is compiled on the way except the few lines of C++ whose host time is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "loader"), str(ROOT / "python")]
+
+
+def machine(gpu: bool) -> dict:
+    import torch
+
+    facts = {"python": platform.python_version(), "torch": torch.__version__}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            facts["cpu"] = line.split(":", 1)[1].strip()
+            break
+    if gpu:
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=["decode"], default="decode", help="which operators to measure")
+    parser.add_argument("--quick", action="store_true", help="N = 1 and 128 only, one state layout")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for bench.md, .json and .png")
+    parser.add_argument("--no-cpu", action="store_true", help="leave out the cpu arch")
+    args = parser.parse_args()
+
+    try:
+        import torch
+    except ImportError:
+        parser.error("the benchmark makes its tensors with torch, which is not installed")
+    from benchmarks import decode, decode_cpu, host, report
+
+    gpu = torch.cuda.is_available()
+    result = {"machine": machine(gpu), "quick": args.quick, "import": host.import_ms()}
+    if gpu:
+        result["cold"] = host.cold_start()
+        result["decode"] = decode.run(args.quick)
+    else:
+        print("no GPU: only what runs on the CPU is measured", flush=True)
+    if not args.no_cpu:
+        result["cpu"] = decode_cpu.run(args.quick)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
+    (args.out / "bench.md").write_text(report.markdown(result))
+    missing = report.plot(result, args.out / "bench.png")
+    print(f"\nwritten: {args.out}/bench.md, bench.json" + (f"; no plot: {missing}" if missing else ", bench.png") + "\n")
+    print(report.short(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
