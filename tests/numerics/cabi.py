@@ -19,7 +19,8 @@ GATE_KINDS = {"none": 0, "log_head": 1, "log_channel": 2, "raw": 3, "const_head"
 BETA_KINDS = {"value": 0, "logit": 1, "logit_twice": 2}
 LAYOUTS = {"vk": 0, "kv": 1}
 DLPACK_DTYPE = {torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64),
-                torch.int32: (0, 32), torch.int64: (0, 64)}
+                torch.int16: (0, 16),
+                torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8)}
 
 
 class DLTensor(ctypes.Structure):
