@@ -1,0 +1,1 @@
+"""Everything that produces artifacts. Nothing at run time imports it."""

@@ -1,0 +1,243 @@
+"""What is built: kernels as data. Standard library only, so that tests and docs can read it.
+
+Each family folder has a matrix.py with MATRICES, a tuple of OpMatrix: closed axes, exclusions with reasons, and by which
+toolchain each arch is built. `expand` multiplies them out, the same way for every op.
+
+    kernel_id = op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.x<variant>]     kda_decode.sm90.bf16.sfp32.k128.vk
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import itertools
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from aot.archs import ARCHS
+
+ROOT = Path(__file__).resolve().parent.parent
+OPS = ROOT / "aot" / "ops"
+
+# Closed sets: a value outside of them is a typing mistake in a matrix. Order and codes as in kernel_table.h.
+IO = ("fp32", "bf16", "fp16")
+STATE = ("", "fp32", "bf16")
+LAYOUT = ("", "vk", "kv")
+TOOLCHAINS = ("cute_dsl", "cutlass", "cpu")
+AXES = ("op", "arch", "io", "state", "k", "v", "layout", "variant")
+
+
+class MatrixError(ValueError):
+    """A matrix that contradicts itself. The message names the matrix file's op and the entry."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel to build. Axes that an op does not have are '' or 0."""
+
+    op: str
+    family: str  # folder of aot/ops
+    arch: str
+    io: str
+    toolchain: str
+    compile: str  # cute_dsl: "module:function"; cutlass: path of the .cu; cpu: C++ symbol in namespace cula
+    params: str  # path of the params.def
+    state: str = ""
+    k: int = 0  # head_dim_k
+    v: int = 0  # head_dim_v, 0: any
+    layout: str = ""
+    variant: int = 0
+    max_local_bytes: int = 0  # local memory per thread that a written exception allows
+
+    @property
+    def kernel_id(self) -> str:
+        parts = [self.op, self.arch, self.io]
+        parts += [f"s{self.state}"] if self.state else []
+        parts += [f"k{self.k}"] if self.k else []
+        parts += [f"v{self.v}"] if self.v else []
+        parts += [self.layout] if self.layout else []
+        parts += [f"x{self.variant}"] if self.variant else []
+        return ".".join(parts)
+
+    @property
+    def axes(self) -> dict:
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.toolchain != "cpu"
+
+    def fields(self) -> dict:
+        return asdict(self)
+
+
+_ID = re.compile(
+    r"(?P<op>[a-z0-9_]+)\.(?P<arch>[a-z0-9]+)\.(?P<io>fp32|bf16|fp16)(?:\.s(?P<state>fp32|bf16))?(?:\.k(?P<k>[1-9]\d*))?"
+    r"(?:\.v(?P<v>[1-9]\d*))?(?:\.(?P<layout>vk|kv))?(?:\.x(?P<variant>[1-9]\d*))?"
+)
+
+
+def parse_kernel_id(kernel_id: str) -> dict:
+    """The axes of a kernel id: the inverse of KernelSpec.kernel_id. Raises ValueError for a text that is no id.
+
+    For people and tests; programs read the fields in manifest.json."""
+    match = _ID.fullmatch(kernel_id)
+    if not match or match["arch"] not in ARCHS:
+        raise ValueError(f"{kernel_id!r} is no kernel id (op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.x<variant>])")
+    axes = {name: match[name] or "" for name in AXES}
+    return axes | {name: int(axes[name] or 0) for name in ("k", "v", "variant")}
+
+
+class _Match:
+    """Entries that pick kernels by axis values, where a tuple means any of its members."""
+
+    def matches(self, spec: KernelSpec) -> bool:
+        return all(getattr(spec, axis) in (value if isinstance(value, tuple) else (value,)) for axis, value in self.where.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}={value}" for axis, value in self.where.items())
+
+
+@dataclass(frozen=True)
+class Excluded(_Match):
+    """Kernels of the product of the axes that are not built, and why."""
+
+    reason: str
+    where: dict
+
+    def __init__(self, reason: str, **where):
+        object.__setattr__(self, "reason", reason)
+        object.__setattr__(self, "where", where)
+
+
+@dataclass(frozen=True)
+class AllowedLocalMemory(_Match):
+    """Kernels that may use up to `max_bytes` of local memory a thread (spills, local arrays), and why that is right."""
+
+    max_bytes: int
+    reason: str
+    where: dict
+
+    def __init__(self, max_bytes: int, reason: str, **where):
+        object.__setattr__(self, "max_bytes", max_bytes)
+        object.__setattr__(self, "reason", reason)
+        object.__setattr__(self, "where", where)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the kernels of these archs are built. `compile` may hold axis names in braces: "cula_cpu_{op}_{io}"."""
+
+    archs: tuple[str, ...]
+    toolchain: str
+    compile: str
+    params: str
+
+
+@dataclass(frozen=True)
+class OpMatrix:
+    family: str
+    axes: dict[str, tuple]  # op, arch, io, and those of state, k, v, layout, variant that the op has
+    routes: tuple[Route, ...]
+    excluded: tuple[Excluded, ...] = ()
+    local_memory: tuple[AllowedLocalMemory, ...] = ()
+
+
+@dataclass(frozen=True)
+class Expansion:
+    specs: tuple[KernelSpec, ...]
+    excluded: tuple[tuple[KernelSpec, str], ...] = field(default=())  # with the reason
+
+
+def _check(matrix: OpMatrix) -> None:
+    where = f"matrix of {matrix.family}"
+    closed = {"arch": tuple(ARCHS), "io": IO, "state": STATE, "layout": LAYOUT}
+    for axis, values in matrix.axes.items():
+        if axis not in AXES:
+            raise MatrixError(f"{where}: unknown axis {axis!r}; axes: {', '.join(AXES)}")
+        if not isinstance(values, tuple) or not values or len(set(values)) != len(values):
+            raise MatrixError(f"{where}: axis {axis} must be a tuple of different values, not {values!r}")
+        for value in values:
+            if axis in closed and value not in closed[axis]:
+                raise MatrixError(f"{where}: {axis} {value!r} does not exist; allowed: {', '.join(map(repr, closed[axis]))}")
+            if axis in ("k", "v", "variant") and not (isinstance(value, int) and value >= 0):
+                raise MatrixError(f"{where}: {axis} {value!r} must be a non-negative integer")
+    for axis in ("op", "arch", "io"):
+        if axis not in matrix.axes:
+            raise MatrixError(f"{where}: axis {axis} is missing")
+    for entry in (*matrix.excluded, *matrix.local_memory):
+        if not entry.reason.strip() or not entry.where:
+            raise MatrixError(f"{where}: {type(entry).__name__}({entry}) needs a reason and at least one axis")
+        if unknown := set(entry.where) - set(AXES):
+            raise MatrixError(f"{where}: {type(entry).__name__}({entry}): unknown axis {', '.join(sorted(unknown))}")
+    for route in matrix.routes:
+        if route.toolchain not in TOOLCHAINS:
+            raise MatrixError(f"{where}: toolchain {route.toolchain!r} does not exist; allowed: {', '.join(TOOLCHAINS)}")
+
+
+def expand(matrix: OpMatrix) -> Expansion:
+    """All kernels of a matrix, in the order of its axes. Raises MatrixError, also for an entry that matches nothing: such an
+    entry is stale, and whoever reads it believes something that is no longer so."""
+    _check(matrix)
+    where = f"matrix of {matrix.family}"
+    specs, excluded = [], []
+    for values in itertools.product(*matrix.axes.values()):
+        axes = dict(zip(matrix.axes, values, strict=True))
+        routes = [route for route in matrix.routes if axes["arch"] in route.archs]
+        if len(routes) != 1:
+            raise MatrixError(f"{where}: arch {axes['arch']} has {len(routes)} routes; it must have one")
+        route = routes[0]
+        spec = KernelSpec(
+            family=matrix.family, toolchain=route.toolchain, compile=route.compile.format(**axes), params=route.params, **axes
+        )
+        reasons = [entry.reason for entry in matrix.excluded if entry.matches(spec)]
+        if reasons:
+            excluded.append((spec, reasons[0]))
+            continue
+        allowed = [entry.max_bytes for entry in matrix.local_memory if entry.matches(spec)]
+        specs.append(KernelSpec(**spec.fields() | {"max_local_bytes": max(allowed, default=0)}))
+    for entry in matrix.excluded:
+        if not any(entry.matches(spec) for spec, _ in excluded):
+            raise MatrixError(f"{where}: Excluded({entry}) matches no kernel: remove it")
+    for entry in matrix.local_memory:
+        if not any(entry.matches(spec) for spec in specs):
+            raise MatrixError(f"{where}: AllowedLocalMemory({entry}) matches no kernel: remove it")
+    return Expansion(tuple(specs), tuple(excluded))
+
+
+def expand_all(ops: Path = OPS) -> Expansion:
+    """The kernels of every aot/ops/<family>/matrix.py, sorted by id. Raises MatrixError if two have the same id."""
+    specs, excluded = {}, []
+    for path in sorted(ops.glob("*/matrix.py")):
+        for matrix in importlib.import_module(f"aot.ops.{path.parent.name}.matrix").MATRICES:
+            expansion = expand(matrix)
+            excluded += expansion.excluded
+            for spec in expansion.specs:
+                if spec.kernel_id in specs:
+                    raise MatrixError(f"matrix of {matrix.family}: a kernel {spec.kernel_id} exists already in {specs[spec.kernel_id].family}")
+                specs[spec.kernel_id] = spec
+    ordered = tuple(specs[name] for name in sorted(specs))
+    return Expansion(ordered, tuple(sorted(excluded, key=lambda pair: pair[0].kernel_id)))
+
+
+def select(specs, **patterns: str | None) -> list[KernelSpec]:
+    """The specs whose axes match every pattern: a glob, or several separated by commas. None: any.
+
+    Raises ValueError for an axis that has no such value anywhere in `specs`, naming those that there are: a filter that
+    selects nothing because of a typing mistake is not an empty build."""
+    chosen = list(specs)
+    for axis, pattern in patterns.items():
+        if pattern is None:
+            continue
+        globs = [part.strip() for part in str(pattern).split(",") if part.strip()]
+        values = {str(getattr(spec, axis)) for spec in specs}
+        for glob in globs:
+            if not fnmatch.filter(values, glob):
+                known = sorted((value for value in values if value not in ("", "0")), key=lambda value: (len(value), value))
+                raise ValueError(f"no kernel has {axis} {glob!r}; there are: {', '.join(known)}")
+        chosen = [spec for spec in chosen if any(fnmatch.fnmatchcase(str(getattr(spec, axis)), glob) for glob in globs)]
+    return chosen
+
+
+assert set(AXES) <= {f.name for f in fields(KernelSpec)}
