@@ -8,7 +8,6 @@ from benchmarks import decode_inputs, timing_cpu
 from benchmarks.decode import accuracy, cula_call
 from benchmarks.decode_inputs import HEADS
 
-SHARE_TARGET = 0.40
 BATCHES = (1, 8, 128)  # 128 rows of 64 heads: 537 MB of float32 states, beyond every cache
 QUICK_BATCHES = (128,)
 

@@ -15,6 +15,7 @@ HEADS = {"kda": ((64, 64),), "gdn": ((16, 64), (8, 32), (4, 16)), "gla": ((64, 6
 # What the project has promised: share of the copy rate at N = 128 and 256 with 64 value heads, and microseconds at N = 1.
 SHARE_TARGET = {"fp32": 0.95, "bf16": 0.90}
 US_TARGET_N1 = 4.5
+CPU_SHARE_TARGET = 0.40
 
 
 @dataclass

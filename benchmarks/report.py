@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.decode_cpu import SHARE_TARGET as CPU_SHARE_TARGET
-from benchmarks.decode_inputs import SHARE_TARGET, US_TARGET_N1
+from benchmarks.decode_inputs import CPU_SHARE_TARGET, SHARE_TARGET, US_TARGET_N1
 
 
 def best_peer(row: dict) -> dict | None:
