@@ -30,7 +30,7 @@ def decode(
     q_n: Int64, q_h: Int64, k_n: Int64, k_h: Int64, v_n: Int64, v_h: Int64, out_n: Int64, out_h: Int64,
     gate_n: Int64, gate_h: Int64, beta_n: Int64, beta_h: Int64,
     in_slot: Int64, in_h: Int64, out_slot: Int64, out_state_h: Int64, read_stride: Int64, write_stride: Int64,
-    in_slots: Int64, out_slots: Int64, null_slot: Int64,
+    in_slots: Int64, out_slots: Int64, null_slot: Int64, group_inverse: Int64,
     n: Int32, hv: Int32, group: Int32, head_dim_k: Int32, head_dim_v: Int32, steps: Int32, modes: Int32,
     scale: Float32, lower_bound: Float32,
     config: cutlass.Constexpr,
@@ -40,7 +40,7 @@ def decode(
         read_index=read_index, write_index=write_index, q_n=q_n, q_h=q_h, k_n=k_n, k_h=k_h, v_n=v_n, v_h=v_h, out_n=out_n,
         out_h=out_h, gate_n=gate_n, gate_h=gate_h, beta_n=beta_n, beta_h=beta_h, in_slot=in_slot, in_h=in_h,
         out_slot=out_slot, out_state_h=out_state_h, read_stride=read_stride, write_stride=write_stride, in_slots=in_slots,
-        out_slots=out_slots, null_slot=null_slot, group=group, head_dim_v=head_dim_v, steps=steps, scale=scale,
+        out_slots=out_slots, null_slot=null_slot, group_inverse=group_inverse, head_dim_v=head_dim_v, steps=steps, scale=scale,
         lower_bound=lower_bound, **{name: (modes >> shift) & ((1 << bits) - 1) for name, (shift, bits) in MODES.items()},
     )  # fmt: skip
     thread, _, _ = cute.arch.thread_idx()
@@ -48,21 +48,19 @@ def decode(
     # wait.
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
-    row, head, tile = cute.arch.block_idx()  # rows on x, the one grid axis that goes past 65,535
-    lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
-    if cutlass.const_expr(config.layout == "vk"):
-        first = (tile * kernel_vk.WARPS + warp) * p.steps * kernel_vk.Shape(config).rows_per_step
-        kernel_vk.row_head(config, p, row, head, first, lane)
-    else:
+    tile, head, row = cute.arch.block_idx()
+    size = operands.Shared(config).size
+    if cutlass.const_expr(config.layout == "kv"):
         shape = kernel_kv.Shape(config)
-        shared = cute.arch.alloc_smem(Float32, shape.warps * shape.columns * 2, 16)
-        kernel_kv.row_head(config, p, shared, row, head, tile, warp, lane)
+        size += config.threads // 32 * shape.columns * (2 if config.delta else 1)
+    shared = cute.make_tensor(cute.arch.alloc_smem(Float32, size, 16), cute.make_layout(size))
+    body = kernel_vk.row_head if config.layout == "vk" else kernel_kv.row_head
+    body(config, p, shared, Int64(row), Int64(head), tile, thread)
 
 
 def compile_decode(spec, out_dir):
     """One kernel: its cubin, entry symbol, block, and dynamic shared memory (none). spec: aot.matrix.KernelSpec."""
     config = operands.Config(spec.op, spec.io, spec.state, spec.k, spec.layout)
-    threads = 32 * (kernel_vk.WARPS if spec.layout == "vk" else kernel_kv.Shape(config).warps)
     for name, value in getattr(spec, "tune", {}).items():
         setattr(config, name, value)
 
@@ -71,7 +69,7 @@ def compile_decode(spec, out_dir):
         # Values do not matter: only the cubin is kept. They are run-time values so that nothing of them is compiled in.
         arguments = [TYPES[kind](value) for _, kind in PARAMS]
         decode(*arguments, config).launch(
-            grid=(1, 1, 1), block=(threads, 1, 1), stream=stream, use_pdl=True,
+            grid=(1, 1, 1), block=(config.threads, 1, 1), stream=stream, use_pdl=True,
             # Given only because the compiler asks the GPU for its shared memory otherwise.
             min_blocks_per_mp=config.min_blocks, preferred_smem_carveout=0,
         )  # fmt: skip
@@ -79,4 +77,4 @@ def compile_decode(spec, out_dir):
     options = f"--gpu-arch {ARCHS[spec.arch].target} --keep-cubin --keep-ptx"
     compiled = cute.compile(host, Int64(0), make_fake_stream(), options=options)
     (entry,) = re.findall(r"\.entry\s+(\w+)", compiled.__ptx__)
-    return dict(cubin=compiled.__cubin__, entry=entry, block=(threads, 1, 1), max_dynamic_smem=0)
+    return dict(cubin=compiled.__cubin__, entry=entry, block=(config.threads, 1, 1), max_dynamic_smem=0)

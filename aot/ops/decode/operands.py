@@ -1,4 +1,9 @@
-"""What the two decode kernels share: the compiled-in configuration, slots, and the operands of a row and head."""
+"""What the two decode kernels share: the compiled-in configuration, slots, and the operands of a row and head.
+
+The block makes q, k and decay of its row and head together, one thread a channel, and leaves them in shared memory. (Made by
+every warp for itself, 4 channels a lane, the gate arithmetic of KDA with a bf16 state took as long as the state.) With one
+element a thread every access is coalesced at any alignment, so slices of a fused projection row need no second path.
+"""
 
 from types import SimpleNamespace
 
@@ -18,11 +23,6 @@ class Config:
 
     def __init__(self, op, io, state, k, layout):
         self.op, self.io, self.state, self.k, self.layout = op, io, state, k, layout
-        self.prefetch = True
-        self.min_blocks = 0
-        self.loads = {"fp32": 8, "bf16": 4}[state]
-        self.load_hint = ".L1::no_allocate"
-        self.store_hint = ""
         self.io_code = ptx.DTYPE_CODE[io]
         self.io_bytes = ptx.DTYPE_BYTES[io]
         self.state_code = ptx.DTYPE_CODE[state]
@@ -31,6 +31,11 @@ class Config:
         self.per_channel = op in ("kda_decode", "gla_decode")  # the gate tensor has an element for each key channel
         self.raw_gate = op in ("kda_decode", "gdn_decode")
         self.const_gate = op == "lightning_decode"
+        self.loads = 4
+        self.min_blocks = 0
+        self.load_hint = ".L1::no_allocate"
+        self.store_hint = ".cs"
+        self.threads = 256 if layout == "kv" and k == 256 else 128
 
 
 def slots(p, row):
@@ -40,44 +45,6 @@ def slots(p, row):
     reads = (read >= 0) & (read != p.null_slot) & (read < p.in_slots) & (p.no_state == 0)
     writes = (write >= 0) & (write != p.null_slot) & (write < p.out_slots)
     return read, write, reads, writes
-
-
-@cute.jit
-def load_row(config: cutlass.Constexpr, count: cutlass.Constexpr, wide: Int32, address: Int64):
-    """`count` (4 or 8) consecutive io elements as packed words: 16-byte accesses where the plan saw that they are legal,
-    else one element at a time (any slice of a fused projection row is legal)."""
-    words = count * config.io_bytes // 4
-    packed = cute.make_rmem_tensor((words,), Uint32)
-    if wide != 0:
-        step = min(words, 4)
-        for i in cutlass.range_constexpr(words // step):
-            part = ptx.load_words(address + i * step * 4, step)
-            for j in cutlass.range_constexpr(step):
-                packed[i * step + j] = part[j]
-    else:
-        for i in cutlass.range_constexpr(words):
-            if cutlass.const_expr(config.io_bytes == 4):
-                packed[i] = ptx.load_words(address + i * 4, 1)[0]
-            else:
-                packed[i] = ptx.load_half(address + i * 4) | (ptx.load_half(address + i * 4 + 2) << 16)
-    return packed
-
-
-@cute.jit
-def load_gate_channels(count: cutlass.Constexpr, wide: Int32, base: Int64, index: Int64, code: Int32):
-    """`count` gate elements from `index`, as ptx.load_channels lays them out."""
-    words = cute.make_rmem_tensor((count,), Uint32)
-    if wide != 0:
-        loaded = ptx.load_channels(base, index, code, count)
-        for i in cutlass.range_constexpr(count):
-            words[i] = loaded[i]
-    else:
-        for i in cutlass.range_constexpr(count):
-            words[i] = ptx.load_scalar(base, index + i, code)
-        if code != ptx.F32:
-            for i in cutlass.range_constexpr(count // 2):
-                words[i] = words[2 * i] | (words[2 * i + 1] << 16)
-    return words
 
 
 @cute.jit
@@ -108,63 +75,115 @@ def beta_of(x: Float32, kind: Int32):
     return b
 
 
-def load_operands(config, p, row, head, channels, count):
-    """Issues the loads of everything but state and v. channels: first channel of each run of `count` that the thread holds."""
+class Shared:
+    """Shared memory of a block: q, k and, per channel, decay; then the warps' partial sums. In floats."""
+
+    SUMS = 4  # |q|^2, |k|^2, q.k, padded to a 16-byte access
+
+    def __init__(self, config):
+        self.q, self.k, self.decay = 0, config.k, 2 * config.k
+        self.sums = (3 if config.per_channel else 2) * config.k
+        self.warps = config.threads // 32
+        self.size = self.sums + self.warps * self.SUMS
+
+
+def load_operands(config, p, row, head, thread):
+    """Issues the thread's loads of all operands but state and v; nothing is waited for."""
     io = config.io_bytes
-    qk_head = Int64(Int32(head) // p.group)
+    qk_head = head * p.group_inverse >> 32
     q_base = p.q + (row * p.q_n + qk_head * p.q_h) * io
     k_base = p.k + (row * p.k_n + qk_head * p.k_h) * io
-    raw = SimpleNamespace()
-    raw.q = [load_row(config, count, p.wide, q_base + c * io) for c in channels]
-    raw.k = [load_row(config, count, p.wide, k_base + c * io) for c in channels]
     gate_at = row * p.gate_n + head * p.gate_h
-    if config.per_channel:
-        raw.gate = [load_gate_channels(count, p.wide, p.gate, gate_at + c, p.gate_dtype) for c in channels]
-    else:
-        raw.gate = ptx.load_scalar(p.gate, gate_at, p.gate_dtype)
+    raw = SimpleNamespace(q=[], k=[], gate=[], bias=[])
+    per_thread = max(1, config.k // config.threads)
+    raw.channels = [Int64(thread % config.k + i * config.threads) for i in range(per_thread)]
+    for channel in raw.channels:
+        raw.q.append(ptx.load_scalar(q_base, channel, config.io_code))
+        raw.k.append(ptx.load_scalar(k_base, channel, config.io_code))
+        if config.per_channel:
+            raw.gate.append(ptx.load_scalar(p.gate, gate_at + channel, p.gate_dtype))
+            if config.raw_gate:
+                raw.bias.append(ptx.load_scalar(p.dt_bias, head * config.k + channel, p.dt_bias_dtype))
+    if not config.per_channel:
+        raw.gate = [ptx.load_scalar(p.gate, gate_at, p.gate_dtype)]
+        if config.raw_gate:
+            raw.bias = [ptx.load_scalar(p.dt_bias, head, p.dt_bias_dtype)]
     if config.raw_gate:
         raw.a_log = ptx.load_scalar(p.a_log, head, p.a_log_dtype)
-        at = [head * config.k + c + j for c in channels for j in range(count)] if config.per_channel else [head]
-        raw.bias = [ptx.load_scalar(p.dt_bias, i, p.dt_bias_dtype) for i in at]
     if config.delta:
         raw.beta = ptx.load_scalar(p.beta, row * p.beta_n + head * p.beta_h, p.beta_dtype)
     return raw
 
 
 @cute.jit
-def norm_scale(wide_sum: cutlass.Constexpr, on: Int32, square: Float32):
+def write_shared(config: cutlass.Constexpr, shared: cute.Tensor, at: cutlass.Constexpr, raw: cutlass.Constexpr, values: cutlass.Constexpr, thread: Int32):
+    if thread < config.k:
+        for i in cutlass.range_constexpr(len(values)):
+            shared[at + Int32(raw.channels[i])] = values[i]
+
+
+@cute.jit
+def write_sums(config: cutlass.Constexpr, shared: cute.Tensor, layout: cutlass.Constexpr, sums: cutlass.Constexpr, thread: Int32):
+    if thread % 32 == 0:
+        for i in cutlass.range_constexpr(len(sums)):
+            shared[layout.sums + thread // 32 * layout.SUMS + i] = sums[i]
+
+
+@cute.jit
+def norm_scale(on: Int32, square: Float32):
     scale = Float32(1.0)
     if on != 0:
-        scale = ptx.rsqrt(wide_sum(square) + Float32(1e-6))
+        scale = ptx.rsqrt(square + Float32(1e-6))
     return scale
 
 
-def finish_operands(config, p, raw, count, wide_sum):
-    """Converts what load_operands loaded: q (normed, scaled), k (normed), decay, by channel; kq = k . q; beta.
-    wide_sum: sums a value over all threads that hold channels of this head."""
-    words = count * config.io_bytes // 4
-    q, k = [], []
-    for q_run, k_run in zip(raw.q, raw.k):
-        q += ptx.unpack([q_run[i] for i in range(words)], config.io_code)
-        k += ptx.unpack([k_run[i] for i in range(words)], config.io_code)
+def share_operands(config, p, raw, shared, thread):
+    """Puts q, k (as given) and decay into shared memory; ends with a block barrier. Returns what all threads know: the
+    factors of q (with the scale) and k, kq = k . q after both, the decay of a per-head gate, and beta."""
+    layout = Shared(config)
+    q = [ptx.to_float(word, config.io_code) for word in raw.q]
+    k = [ptx.to_float(word, config.io_code) for word in raw.k]
+    write_shared(config, shared, layout.q, raw, q, thread)
+    write_shared(config, shared, layout.k, raw, k, thread)
     qq, kk, qk = Float32(0.0), Float32(0.0), Float32(0.0)
     for a, b in zip(q, k):
         qq, kk, qk = ptx.fma(a, a, qq), ptx.fma(b, b, kk), ptx.fma(a, b, qk)
-    qk = wide_sum(qk)
-    q_scale = p.scale * norm_scale(wide_sum, p.l2norm, qq)
-    k_scale = norm_scale(wide_sum, p.l2norm, kk)
+    write_sums(config, shared, layout, [ptx.sum_lanes(x, 32) for x in (qq, kk, qk)], thread)
 
-    exp_a, bias = Float32(1.0), [Float32(0.0)] * len(q)
+    exp_a, bias = Float32(1.0), [Float32(0.0)] * len(raw.gate)
     if config.raw_gate:
         exp_a = cute.math.exp(ptx.to_float(raw.a_log, p.a_log_dtype))
         bias = [ptx.to_float(word, p.dt_bias_dtype) for word in raw.bias]
+    gate = [ptx.to_float(word, p.gate_dtype) for word in raw.gate]
+    decay = [decay_of(config, g, exp_a, b, p.gate_kind, p.lower_bound) for g, b in zip(gate, bias)]
     if config.per_channel:
-        gate = [g for run in raw.gate for g in ptx.unpack_channels([run[i] for i in range(count)], p.gate_dtype, count)]
-        decay = [decay_of(config, g, exp_a, b, p.gate_kind, p.lower_bound) for g, b in zip(gate, bias)]
-    else:
-        gate = ptx.to_float(raw.gate, p.gate_dtype)
-        decay = [decay_of(config, gate, exp_a, bias[0], p.gate_kind, p.lower_bound)] * len(q)
+        write_shared(config, shared, layout.decay, raw, decay, thread)
     beta = beta_of(ptx.to_float(raw.beta, p.beta_dtype), p.beta_kind) if config.delta else None
-    return SimpleNamespace(
-        q=[value * q_scale for value in q], k=[value * k_scale for value in k], kq=qk * q_scale * k_scale, decay=decay, beta=beta
-    )
+    cute.arch.sync_threads()
+
+    totals = [Float32(0.0)] * 3
+    for warp in range(min(layout.warps, config.k // 32)):  # warps past K hold copies of others' channels
+        part = read_shared(shared, layout.sums + warp * layout.SUMS, layout.SUMS)
+        totals = [t + part[i] for i, t in enumerate(totals)]
+    q_scale = p.scale * norm_scale(p.l2norm, totals[0])
+    k_scale = norm_scale(p.l2norm, totals[1])
+    return SimpleNamespace(q_scale=q_scale, k_scale=k_scale, kq=totals[2] * q_scale * k_scale, decay=decay[0], beta=beta)
+
+
+def read_shared(shared, at, count):
+    """`count` floats (a multiple of 4) from index `at`, itself a multiple of 4."""
+    values = []
+    for i in range(0, count, 4):
+        quad = cute.make_rmem_tensor((4,), Float32)
+        cute.autovec_copy(cute.make_tensor((shared.iterator + at + i).align(16), cute.make_layout(4)), quad)
+        values += [quad[j] for j in range(4)]
+    return values
+
+
+def read_channels(config, shared, x, first, count):
+    """(k, q, decay) of `count` channels from `first` on, both multiples of 4, with their factors."""
+    layout = Shared(config)
+    q = [value * x.q_scale for value in read_shared(shared, layout.q + first, count)]
+    k = [value * x.k_scale for value in read_shared(shared, layout.k + first, count)]
+    decay = read_shared(shared, layout.decay + first, count) if config.per_channel else [x.decay] * count
+    return k, q, decay

@@ -38,11 +38,6 @@ def store_words(address, words, hint=""):
     cute.arch.inline_ptx(f"st.global{hint}{vector}.b32 [{{$r0}}], {registers};", read_only_args=[address, *words])
 
 
-def load_half(address):
-    """16 bits, zero-extended."""
-    return cute.arch.inline_ptx("ld.global.u16 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
-
-
 def store_half(address, word):
     cute.arch.inline_ptx(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r1}; st.global.b16 [{$r0}], lo; }", read_only_args=[address, word]
@@ -50,8 +45,13 @@ def store_half(address, word):
 
 
 def load_scalar(base, index, code):
-    """Bits of element `index` (Int64) of a tensor whose dtype code is known at run time only; 0 if ABSENT. No branch: a
-    branch would make the warp wait for this load before it issues the next one."""
+    """Bits of element `index` (Int64); code: a Python int or a run-time value, ABSENT giving 0. No branch: a branch would make
+    the warp wait for this load before it issues the next one."""
+    if isinstance(code, int):
+        width, kind = (4, "b32") if code == F32 else (2, "u16")
+        return cute.arch.inline_ptx(
+            f"ld.global.{kind} {{$w0}}, [{{$r0}}];", write_only_types=[Uint32], read_only_args=[base + index * width]
+        )
     return cute.arch.inline_ptx(
         """{ .reg .pred p32, p16; .reg .b64 a; .reg .b32 s;
         setp.eq.s32 p32, {$r2}, 0; setp.ne.s32 p16, {$r2}, 3; and.pred p16, p16, !p32;
@@ -60,26 +60,6 @@ def load_scalar(base, index, code):
         write_only_types=[Uint32],
         read_only_args=[base, index, code],
     )
-
-
-def load_channels(base, index, code, count):
-    """Bits of `count` (4 or 8) aligned consecutive elements from `index`, as `count` words: float32 one a word, 16-bit
-    dtypes two a word in the first half. Predicated for the reason that load_scalar gives."""
-    quads = count // 4
-    body = "".join(
-        f" @p32 ld.global.v4.b32 {{{', '.join('{$w%d}' % (4 * i + j) for j in range(4))}}}, [a+{16 * i}];" for i in range(quads)
-    )
-    half = count // 2
-    body += f" @p16 ld.global.v{half}.b32 {_words(half)}, [a];"
-    zero = " ".join("mov.b32 {$w%d}, 0;" % i for i in range(count))
-    out = cute.arch.inline_ptx(
-        "{ .reg .pred p32, p16; .reg .b64 a; .reg .b32 s;"
-        " setp.eq.s32 p32, {$r2}, 0; setp.ne.s32 p16, {$r2}, 3; and.pred p16, p16, !p32;"
-        " selp.b32 s, 2, 1, p32; shl.b64 a, {$r1}, s; add.s64 a, a, {$r0}; " + zero + body + " }",
-        write_only_types=[Uint32] * count,
-        read_only_args=[base, index, code],
-    )
-    return list(out)
 
 
 def load_index(base, element, code, default):
@@ -127,14 +107,6 @@ def unpack(words, code):
     for w in words:
         floats += [half_to_float(w, code), half_to_float(w >> 16, code)]
     return floats
-
-
-def unpack_channels(words, code, count):
-    """What load_channels returned, as floats; code at run time."""
-    halves = []
-    for w in words[: count // 2]:
-        halves += [half_to_float(w, code), half_to_float(w >> 16, code)]
-    return [select(code == F32, words[i].bitcast(Float32), halves[i]) for i in range(count)]
 
 
 def pack(floats, code):

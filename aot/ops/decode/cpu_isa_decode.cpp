@@ -1,0 +1,284 @@
+// Decode on the CPU, one ISA level (aot/common/cpu/isa.h). Work item: one row and value head.
+//
+// Reading order: Head (the operands of one item in float32), prepare, update_vk and update_kv (the pass over the state), decode.
+//
+// With S the state as it is read, a = exp g and S' = diag(a) S, both dot products of the recurrence are taken over S:
+//   d = S'^T k = sum_k S[k] (a k)     p = S'^T q^ = sum_k S[k] (a q^)
+//   u = beta (v - d), or v without the delta rule     o = p + u (k . q^)     S_new = a S + k u^T
+// The first sweep over a tile of S makes d and p, the second stores S_new; a tile is small enough that the second one finds
+// it in L1 or L2, so memory is read once and written once.
+//
+// Accuracy: sums over K run in blocks of 64 (vk) or 8 (kv) channels that are then added up, so that no chain of float32
+// additions is longer than 32; one chain of 256 would alone cost 4e-7 of the result.
+#include "aot/common/cpu/simd.h"
+#include "aot/common/cpu/vmath.h"
+#include "aot/ops/decode/cpu_decode.h"
+
+namespace cula::cpu::CULA_ISA {
+namespace {
+
+constexpr int kMaxK = 256, kMaxV = 512;
+constexpr int kGateLogHead = 1, kGateLogChannel = 2, kGateRaw = 3, kGateConstHead = 4;  // cula_gate_kind
+constexpr int kBetaValue = 0, kBetaLogitTwice = 2;                                      // cula_beta_kind
+constexpr int kAbsent = 3;                                                              // dtype code
+
+struct Head {
+  alignas(64) float k[kMaxK];   // normed
+  alignas(64) float q[kMaxK];   // normed and scaled
+  alignas(64) float a[kMaxK];   // decay
+  alignas(64) float ak[kMaxK];
+  alignas(64) float aq[kMaxK];
+  alignas(64) float v[kMaxV];
+  alignas(64) float o[kMaxV];
+  float beta;
+  float kq;                     // k . q
+};
+
+CULA_INLINE VF load(const float* p) { return load_raw<VF>(p); }
+CULA_INLINE void store(float* p, VF x) { store_raw(p, x); }
+
+// ------------------------------------------------------------------------------------------------------------ operands
+
+CULA_INLINE float load_scalar(const char* base, int64_t index, int code) {
+  float x = 0.0f;
+  if (code != kAbsent)
+    with_dtype(code, [&](auto t) { x = load_part<decltype(t)>(base + index * decltype(t)::kBytes, 1)[0]; });
+  return x;
+}
+
+CULA_INLINE int64_t load_index(const char* base, int64_t at, int code, int64_t absent) {
+  if (code == 1) return load_raw<int32_t>(base + at * 4);
+  if (code == 2) return load_raw<int64_t>(base + at * 8);
+  return absent;
+}
+
+void load_channels(float* to, const char* base, int64_t index, int code, int count) {
+  with_dtype(code, [&](auto t) {
+    using T = decltype(t);
+    for (int i = 0; i < count; i += W) store(to + i, T::load(base + (index + i) * T::kBytes));
+  });
+}
+
+// a of the head: exp(g), constant over the channels unless the gate is per channel.
+void load_decay(const DecodeParams& p, int64_t row, int64_t head, float* a) {
+  const int K = p.head_dim_k;
+  const int64_t at = row * p.gate_n + head * p.gate_h;
+  const bool raw = p.gate_kind == kGateRaw;
+  const VF rate = raw && p.a_log_dtype != kAbsent ? exp(splat(load_scalar(p.a_log, head, p.a_log_dtype))) : splat(1.0f);
+  if (p.channel_gate && p.gate_kind != 0) {
+    load_channels(a, p.gate, at, p.gate_dtype, K);
+    alignas(64) float bias[kMaxK] = {};
+    if (raw && p.dt_bias_dtype != kAbsent) load_channels(bias, p.dt_bias, head * K, p.dt_bias_dtype, K);
+    for (int i = 0; i < K; i += W) {
+      const VF x = load(a + i);
+      store(a + i, exp(raw ? raw_gate(x, load(bias + i), rate, p.lower_bound) : x));
+    }
+    return;
+  }
+  VF decay = splat(1.0f);
+  if (p.gate_kind != 0) {
+    decay = splat(load_scalar(p.gate, at, p.gate_dtype));
+    if (raw) decay = raw_gate(decay, splat(load_scalar(p.dt_bias, head, p.dt_bias_dtype)), rate, p.lower_bound);
+    if (p.gate_kind != kGateConstHead) decay = exp(decay);
+  }
+  for (int i = 0; i < K; i += W) store(a + i, decay);
+}
+
+template <class Io>
+void prepare(const DecodeParams& p, int64_t row, int64_t head, bool reads, Head& h) {
+  const int K = p.head_dim_k, V = p.head_dim_v;
+  const int64_t qk_head = head / p.group;
+  const char* q = p.q + (row * p.q_n + qk_head * p.q_h) * Io::kBytes;
+  const char* k = p.k + (row * p.k_n + qk_head * p.k_h) * Io::kBytes;
+  const char* v = p.v + (row * p.v_n + head * p.v_h) * Io::kBytes;
+  for (int i = 0; i < V; i += W) store(h.v + i, Io::load(v + i * Io::kBytes));
+
+  VF qq{}, kk{};
+  for (int i = 0; i < K; i += W) {
+    const VF x = Io::load(q + i * Io::kBytes), y = Io::load(k + i * Io::kBytes);
+    store(h.q + i, x);
+    store(h.k + i, y);
+    qq += x * x;
+    kk += y * y;
+  }
+  float q_scale = p.scale, k_scale = 1.0f;
+  if (p.l2norm) {
+    q_scale /= __builtin_sqrtf(sum(qq) + 1e-6f);
+    k_scale /= __builtin_sqrtf(sum(kk) + 1e-6f);
+  }
+  VF kq{};
+  for (int i = 0; i < K; i += W) {
+    const VF x = load(h.q + i) * q_scale, y = load(h.k + i) * k_scale;
+    store(h.q + i, x);
+    store(h.k + i, y);
+    kq += x * y;
+  }
+  h.kq = sum(kq);
+
+  h.beta = 1.0f;
+  if (p.delta) {
+    h.beta = load_scalar(p.beta, row * p.beta_n + head * p.beta_h, p.beta_dtype);
+    if (p.beta_kind != kBetaValue) h.beta = sigmoid(splat(h.beta))[0] * (p.beta_kind == kBetaLogitTwice ? 2.0f : 1.0f);
+  }
+  if (!reads) return;  // the decay acts on nothing
+  load_decay(p, row, head, h.a);
+  for (int i = 0; i < K; i += W) {
+    const VF a = load(h.a + i);
+    store(h.ak + i, a * load(h.k + i));
+    store(h.aq + i, a * load(h.q + i));
+  }
+}
+
+// --------------------------------------------------------------------------------------------------- the state, k contiguous
+
+// in, out: the V x K state of the head; out may be in, or NULL (nothing is stored).
+template <class S, bool kDelta>
+void update_vk(Head& h, const char* in, char* out, int K, int V) {
+  constexpr int kRows = 4, kBlock = 64;  // 4 rows share the loads of ak, aq, a and k
+  const int row_bytes = K * S::kBytes;
+  for (int v = 0; v < V; v += kRows, in += kRows * row_bytes) {
+    VF d[kRows] = {}, p[kRows] = {};
+    for (int block = 0; block < K; block += kBlock) {
+      VF block_d[kRows] = {}, block_p[kRows] = {};
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; i += W) {
+        const int c = block + i;
+        const VF ak = load(h.ak + c), aq = load(h.aq + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const VF s = S::load(in + r * row_bytes + c * S::kBytes);
+          if (kDelta) block_d[r] += s * ak;
+          block_p[r] += s * aq;
+        }
+      }
+      for (int r = 0; r < kRows; ++r) {
+        d[r] += block_d[r];
+        p[r] += block_p[r];
+      }
+    }
+    V4 u = load_raw<V4>(h.v + v);
+    if (kDelta) u = h.beta * (u - sum4(d));
+    store_raw<V4>(h.o + v, sum4(p) + u * h.kq);
+    if (out == nullptr) continue;
+    for (int c = 0; c < K; c += W) {
+      const VF a = load(h.a + c), k = load(h.k + c);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const int at = r * row_bytes + c * S::kBytes;
+        S::store(out + at, a * S::load(in + at) + k * u[r]);
+      }
+    }
+    out += kRows * row_bytes;
+  }
+}
+
+// A row that starts from zero: S_new = k u^T.
+template <class S>
+void start_vk(Head& h, char* out, int K, int V) {
+  for (int v = 0; v < V; ++v) {
+    const float u = h.beta * h.v[v];
+    h.o[v] = u * h.kq;
+    if (out == nullptr) continue;
+    for (int c = 0; c < K; c += W) S::store(out + c * S::kBytes, load(h.k + c) * u);
+    out += K * S::kBytes;
+  }
+}
+
+// --------------------------------------------------------------------------------------------------- the state, v contiguous
+
+template <class S, bool kDelta>
+void update_kv(Head& h, const char* in, char* out, int K, int V) {
+  constexpr int kGroup = 8;            // state rows that share the loads and stores of d and p
+  constexpr int kTileBytes = 128 << 10;  // of state between the two sweeps: a fraction of any L2
+  const int row_bytes = V * S::kBytes;
+  int columns = kTileBytes / (K * S::kBytes) / 64 * 64;
+  if (columns > V) columns = V;
+  alignas(64) float d[kMaxV], p[kMaxV];
+  for (int first = 0; first < V; first += columns) {
+    const int last = first + columns < V ? first + columns : V;
+    for (int v = first; v < last; v += W) store(d + v, VF{}), store(p + v, VF{});
+    for (int k = 0; k < K; k += kGroup) {
+      const char* rows = in + k * row_bytes;
+      for (int v = first; v < last; v += W) {
+        VF group_d{}, group_p{};
+#pragma GCC unroll 8
+        for (int r = 0; r < kGroup; ++r) {
+          const VF s = S::load(rows + r * row_bytes + v * S::kBytes);
+          if (kDelta) group_d += s * h.ak[k + r];
+          group_p += s * h.aq[k + r];
+        }
+        if (kDelta) store(d + v, load(d + v) + group_d);
+        store(p + v, load(p + v) + group_p);
+      }
+    }
+    for (int v = first; v < last; v += W) {
+      VF u = load(h.v + v);
+      if (kDelta) u = h.beta * (u - load(d + v));
+      store(d + v, u);
+      store(h.o + v, load(p + v) + u * h.kq);
+    }
+    if (out == nullptr) continue;
+    for (int k = 0; k < K; ++k) {
+      const float a = h.a[k], key = h.k[k];
+      for (int v = first; v < last; v += W) {
+        const int at = k * row_bytes + v * S::kBytes;
+        S::store(out + at, a * S::load(in + at) + key * load(d + v));
+      }
+    }
+  }
+}
+
+template <class S>
+void start_kv(Head& h, char* out, int K, int V) {
+  for (int v = 0; v < V; v += W) {
+    const VF u = h.beta * load(h.v + v);
+    store(h.v + v, u);
+    store(h.o + v, u * h.kq);
+  }
+  if (out == nullptr) return;
+  for (int k = 0; k < K; ++k)
+    for (int v = 0; v < V; v += W) S::store(out + (k * V + v) * S::kBytes, load(h.v + v) * h.k[k]);
+}
+
+// -------------------------------------------------------------------------------------------------------------- kernel
+
+template <class S, bool kVk>
+void update(const DecodeParams& p, Head& h, const char* in, char* out) {
+  const int K = p.head_dim_k, V = p.head_dim_v;
+  if (in == nullptr) return kVk ? start_vk<S>(h, out, K, V) : start_kv<S>(h, out, K, V);
+  if (p.delta) return kVk ? update_vk<S, true>(h, in, out, K, V) : update_kv<S, true>(h, in, out, K, V);
+  return kVk ? update_vk<S, false>(h, in, out, K, V) : update_kv<S, false>(h, in, out, K, V);
+}
+
+template <class Io, class S, bool kVk>
+void decode(void* const* params, int64_t begin, int64_t end) {
+  const DecodeParams p = read_decode_params(params);
+  Head h;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t row = item / p.hv, head = item % p.hv;
+    const int64_t read = load_index(p.read_index, row * p.read_stride, p.read_dtype, row);
+    const int64_t write = load_index(p.write_index, row * p.write_stride, p.write_dtype, read);
+    const bool reads = !p.no_state && read >= 0 && read < p.in_slots && read != p.null_slot;
+    const bool writes = p.state_out != nullptr && write >= 0 && write < p.out_slots && write != p.null_slot;
+    const bool pools = !p.no_state || p.state_out != nullptr;  // without any no row is padding
+
+    char* o = p.out + (row * p.out_n + head * p.out_h) * Io::kBytes;
+    if (pools && !reads && !writes) {
+      __builtin_memset(o, 0, static_cast<unsigned>(p.head_dim_v * Io::kBytes));
+      continue;
+    }
+    const char* in = reads ? p.state_in + (read * p.in_slot + head * p.in_h) * S::kBytes : nullptr;
+    char* out = writes ? p.state_out + (write * p.out_slot + head * p.out_state_h) * S::kBytes : nullptr;
+    prepare<Io>(p, row, head, reads, h);
+    update<S, kVk>(p, h, in, out);
+    for (int i = 0; i < p.head_dim_v; i += W) Io::store(o + i * Io::kBytes, load(h.o + i));
+  }
+}
+
+}  // namespace
+
+#define CULA_STATES(Io) {{decode<Io, F32, true>, decode<Io, F32, false>}, {decode<Io, BF16, true>, decode<Io, BF16, false>}}
+const DecodeTable kDecode = {CULA_STATES(F32), CULA_STATES(BF16), CULA_STATES(F16)};
+#undef CULA_STATES
+
+}  // namespace cula::cpu::CULA_ISA
