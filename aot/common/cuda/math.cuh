@@ -116,11 +116,13 @@ CULA_HOST_DEVICE float reciprocal_approx(float x) {  // relative error 2^-23
 #endif
 }
 
-CULA_HOST_DEVICE float rsqrt_rn(float x) {  // correctly rounded on the GPU; used once a row
+CULA_HOST_DEVICE float rsqrt_approx(float x) {  // relative error 2^-22.9; subnormal x too
 #if defined(__CUDA_ARCH__)
-  return __frsqrt_rn(x);
+  float r;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 #else
-  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)));
+  return approximate(1.0f / std::sqrt(x), 0x1.2p-23f);
 #endif
 }
 
@@ -205,6 +207,13 @@ CULA_HOST_DEVICE float sigmoid(Pair y) {
 
 CULA_HOST_DEVICE float sigmoid_fast(float y) {
   return reciprocal_approx(add(1.0f, exp2_approx(mul(y, -kLog2e))));
+}
+
+// x^-0.5 within 1 ulp: one Newton step. 0 for infinite x.
+CULA_HOST_DEVICE float rsqrt(float x) {
+  const float r = rsqrt_approx(x);
+  const float refined = fma(mul(0.5f, r), fma(mul(-x, r), r, 1.0f), r);
+  return r > 0.0f ? refined : r;  // infinite x: the step would be inf * 0; NaN stays NaN
 }
 
 // exp(a) to 2^-28, for a constant that multiplies many arguments of exp: sigmoid(exp(A) y) inherits |exp(A) y| times
