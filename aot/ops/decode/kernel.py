@@ -20,6 +20,7 @@ from aot.ops.decode import kernel_kv, kernel_vk, operands
 _TEXT = Path(__file__).with_name("params.def").read_text()
 PARAMS = [(name, kind) for kind, name in re.findall(r"^CULA_PARAM\((\w+), (\w+)\)", _TEXT, re.M)]
 MODES = {name: (int(shift), int(bits)) for name, shift, bits in re.findall(r"^CULA_MODE\((\w+), (\d+), (\d+)\)", _TEXT, re.M)}
+OCCUPANCY_SMEM = 110 * 1024  # the most that the launch rule of params.def asks for
 TYPES = {"ptr": Int64, "i64": Int64, "i32": Int32, "f32": Float32}
 
 
@@ -44,10 +45,7 @@ def decode(
         lower_bound=lower_bound, **{name: (modes >> shift) & ((1 << bits) - 1) for name, (shift, bits) in MODES.items()},
     )  # fmt: skip
     thread, _, _ = cute.arch.thread_idx()
-    # The next kernel of the stream may be set up while this one runs; nothing that an earlier one wrote is read before the
-    # wait.
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_wait()  # nothing that an earlier kernel of the stream wrote is read before this
     tile, head, row = cute.arch.block_idx()
     size = operands.Shared(config).size
     if cutlass.const_expr(config.layout == "kv"):
@@ -61,8 +59,6 @@ def decode(
 def compile_decode(spec, out_dir):
     """One kernel: its cubin, entry symbol, block, and dynamic shared memory (none). spec: aot.matrix.KernelSpec."""
     config = operands.Config(spec.op, spec.io, spec.state, spec.k, spec.layout)
-    for name, value in getattr(spec, "tune", {}).items():
-        setattr(config, name, value)
 
     @cute.jit
     def host(value: Int64, stream: driver.CUstream):
@@ -70,11 +66,10 @@ def compile_decode(spec, out_dir):
         arguments = [TYPES[kind](value) for _, kind in PARAMS]
         decode(*arguments, config).launch(
             grid=(1, 1, 1), block=(config.threads, 1, 1), stream=stream, use_pdl=True,
-            # Given only because the compiler asks the GPU for its shared memory otherwise.
-            min_blocks_per_mp=config.min_blocks, preferred_smem_carveout=0,
         )  # fmt: skip
 
     options = f"--gpu-arch {ARCHS[spec.arch].target} --keep-cubin --keep-ptx"
     compiled = cute.compile(host, Int64(0), make_fake_stream(), options=options)
     (entry,) = re.findall(r"\.entry\s+(\w+)", compiled.__ptx__)
-    return dict(cubin=compiled.__cubin__, entry=entry, block=(config.threads, 1, 1), max_dynamic_smem=0)
+    smem = OCCUPANCY_SMEM if spec.arch == "sm90" and spec.layout == "vk" else 0
+    return dict(cubin=compiled.__cubin__, entry=entry, block=(config.threads, 1, 1), max_dynamic_smem=smem)

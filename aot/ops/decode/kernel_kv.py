@@ -29,7 +29,7 @@ def load_state(config: cutlass.Constexpr, shape: cutlass.Constexpr, address: Int
     words = cute.make_rmem_tensor((shape.rows * 4,), Uint32)
     if reads:
         for i in cutlass.range_constexpr(shape.rows):
-            part = ptx.load_words(address + i * row_bytes, 4, config.load_hint)
+            part = ptx.load_words(address + i * row_bytes, 4)
             for j in cutlass.range_constexpr(4):
                 words[i * 4 + j] = part[j]
     else:
@@ -42,7 +42,7 @@ def store_state(config: cutlass.Constexpr, shape: cutlass.Constexpr, address: In
     if writes:
         for i in cutlass.range_constexpr(shape.rows):
             part = ptx.pack([s[i * shape.elements + j] for j in range(shape.elements)], config.state_code)
-            ptx.store_words(address + i * row_bytes, part, config.store_hint)
+            ptx.store_words(address + i * row_bytes, part)
 
 
 @cute.jit
@@ -80,6 +80,7 @@ def update_tile(config, shape, p, shared, slot, place, thread):
     v_base = p.v + (row * p.v_n + head * p.v_h + column) * io
     v_raw = [ptx.load_scalar(v_base, Int64(j), config.io_code) for j in range(shape.elements)]
     words = load_state(config, shape, p.state_in + (read * p.in_slot + head * p.in_h) * st + inside, row_bytes, reads)
+    operands.loads_issued()
     x = operands.share_operands(config, p, raw, shared, thread)
     k, q, decay = operands.read_channels(config, shared, x, first, shape.rows)
 

@@ -5,8 +5,8 @@ writes whole 512-byte runs. With S' = diag(exp g) S, both dot products of a row 
     d = S'^T k, p = S'^T q^,  u = beta (v - d),  S = S' + k u^T,  o = p + u (k . q^)
 so one pass over registers does both and their sums are exchanged together.
 
-Blocks are small (16 rows, 8 KB of float32 state at K = 128) and follow memory order, and stores are marked streaming: a bare
-read-modify-write loop moves 4.09 TB/s that way on an H200 against 3.85 to 3.97 with a state a block in another order.
+Blocks are small (32 rows, 16 KB of float32 state at K = 128), follow memory order and run few at a time: see README.md for
+what else was tried and what it gave.
 
 grid (V / (WARPS * rows_per_step * steps), HV, rows); block WARPS warps.
 """
@@ -45,9 +45,7 @@ def load_state(config: cutlass.Constexpr, shape: cutlass.Constexpr, address: Int
     if reads:
         for i in cutlass.range_constexpr(shape.rows * shape.pieces):
             row, piece = i // shape.pieces, i % shape.pieces
-            part = ptx.load_words(
-                address + (row * shape.rows_per_load * shape.row_bytes + piece * shape.lanes * 16), 4, config.load_hint
-            )
+            part = ptx.load_words(address + (row * shape.rows_per_load * shape.row_bytes + piece * shape.lanes * 16), 4)
             for j in cutlass.range_constexpr(4):
                 words[i * 4 + j] = part[j]
     else:
@@ -61,9 +59,7 @@ def store_state(config: cutlass.Constexpr, shape: cutlass.Constexpr, address: In
         for i in cutlass.range_constexpr(shape.rows * shape.pieces):
             row, piece = i // shape.pieces, i % shape.pieces
             part = ptx.pack([s[i * shape.elements + j] for j in range(shape.elements)], config.state_code)
-            ptx.store_words(
-                address + (row * shape.rows_per_load * shape.row_bytes + piece * shape.lanes * 16), part, config.store_hint
-            )
+            ptx.store_words(address + (row * shape.rows_per_load * shape.row_bytes + piece * shape.lanes * 16), part)
 
 
 def update_rows(config, shape, lane, words, v, x):
@@ -121,6 +117,7 @@ def row_head(config: cutlass.Constexpr, p: cutlass.Constexpr, shared: cute.Tenso
         raw = operands.load_operands(config, p, row, head, thread)
         v_word = ptx.load_scalar(v_address, Int64(0), config.io_code)
         words = load_state(config, shape, in_address, reads)
+        operands.loads_issued()
         x = operands.share_operands(config, p, raw, shared, thread)
         x.k, x.q, decay = [], [], []
         for c in cutlass.range_constexpr(shape.pieces):

@@ -19,23 +19,23 @@ def _words(count):
     return "{" + ", ".join("{$w%d}" % i for i in range(count)) + "}"
 
 
-def load_words(address, count, hint=""):
+def load_words(address, count):
     """1, 2 or 4 aligned 32-bit words as a list of Uint32."""
     vector = "" if count == 1 else f".v{count}"
     registers = "{$w0}" if count == 1 else _words(count)
     out = cute.arch.inline_ptx(
-        f"ld.global{hint}{vector}.b32 {registers}, [{{$r0}}];",
+        f"ld.global{vector}.b32 {registers}, [{{$r0}}];",
         write_only_types=[Uint32] * count,
         read_only_args=[address],
     )
     return [out] if count == 1 else list(out)
 
 
-def store_words(address, words, hint=""):
+def store_words(address, words):
     count = len(words)
     vector = "" if count == 1 else f".v{count}"
     registers = "{$r1}" if count == 1 else "{" + ", ".join("{$r%d}" % (i + 1) for i in range(count)) + "}"
-    cute.arch.inline_ptx(f"st.global{hint}{vector}.b32 [{{$r0}}], {registers};", read_only_args=[address, *words])
+    cute.arch.inline_ptx(f"st.global{vector}.b32 [{{$r0}}], {registers};", read_only_args=[address, *words])
 
 
 def store_half(address, word):
