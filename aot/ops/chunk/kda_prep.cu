@@ -147,7 +147,7 @@ struct Args {
   uint8_t* records;
   uint32_t* flags;
   int64_t q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens;
-  int sequences, hv, group, chunks, modes;
+  int hv, group, head_group, sequences, chunks, modes;
   float scale, lower_bound;
 };
 
@@ -165,8 +165,13 @@ CULA_DEV int64_t first_chunk(const Args& a, int64_t s) { return load_index(a.cu,
 CULA_DEV Item next_item(const Args& a, int64_t i, int64_t step, int64_t& at) {
   Item it;
   for (; i < static_cast<int64_t>(a.chunks) * a.hv; i += step) {
-    it.chunk = static_cast<int>(i / a.hv);
-    it.head = static_cast<int>(i - static_cast<int64_t>(it.chunk) * a.hv);
+    // Groups of heads outermost: the chains of a group run at the same time in the state kernel, and want their records so.
+    const int64_t group_items = static_cast<int64_t>(a.chunks) * a.head_group;
+    const int group = static_cast<int>(i / group_items), head0 = group * a.head_group;
+    const int64_t rest = i - group * group_items;
+    const int heads = a.hv - head0 < a.head_group ? a.hv - head0 : a.head_group;
+    it.chunk = static_cast<int>(rest / heads);
+    it.head = head0 + static_cast<int>(rest - static_cast<int64_t>(it.chunk) * heads);
     int64_t left;
     if (mode(a.modes, 12, 2) == 0) {
       const int per = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
@@ -581,12 +586,12 @@ extern "C" __global__ void __launch_bounds__(cula::kda::kThreads, cula::kda::kBl
 cula_kda_prep(const void* q, const void* k, const void* gate, const void* a_log, const void* dt_bias, const void* beta,
               const void* cu_seqlens, void* records, void* flags, int64_t q_b, int64_t q_t, int64_t q_h, int64_t k_b, int64_t k_t,
               int64_t k_h, int64_t gate_b, int64_t gate_t, int64_t gate_h, int64_t beta_b, int64_t beta_t, int64_t beta_h,
-              int64_t tokens, int32_t sequences, int32_t hv, int32_t group, int32_t chunks, int32_t modes, float scale,
+              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t modes, float scale,
               float lower_bound) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const cula::kda::Args a{q, k, gate, a_log, dt_bias, beta, cu_seqlens, static_cast<uint8_t*>(records), static_cast<uint32_t*>(flags),
                           q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens,
-                          sequences, hv, group, chunks, modes, scale, lower_bound};
+                          hv, group, head_group, sequences, chunks, modes, scale, lower_bound};
   cula::kda::prep(a, smem);
 }
 #endif

@@ -1,0 +1,363 @@
+"""KDA prefill, second kernel (CuTe DSL, sm_90a): records, v, initial state -> out, final state.
+
+A block owns 64 value rows of one (sequence, value head). S^T (value row, key channel) stays in the float32 accumulators of
+one warpgroup from the first chunk to the last; per chunk of 32 tokens
+
+    R = V^T - S^T Kd^T      U = R T^T      O^T = S^T Qd^T + U P^T      S^T <- S^T diag(2^G_C) + U Kr
+
+with S, R and U as wgmma register operands and the record's matrices as shared-memory operands. Warp 0 also waits for the prep
+kernel's flags and brings records by one bulk copy each, two chunks ahead; every warp brings its own 16 columns of v by
+16-byte copies that leave out tokens that do not exist. A fifth warp for that would cost the residency: the four quarters of
+an SM have 512 registers a lane each, of which two prep blocks take 256, so a quarter holds one state warp and not two.
+
+The order inside the loop is the one that ptxas compiles without injected waits: every group is complete when the loop
+closes, and a never-taken branch (`basic_block_end`) keeps the output of the previous chunk in the shadow of the products.
+"""
+
+import re
+from pathlib import Path
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cuda.bindings import driver
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+
+_TEXT = Path(__file__).with_name("params_state.def").read_text()
+PARAMS = [(name, kind) for kind, name in re.findall(r"^CULA_PARAM\((\w+), (\w+)\)", _TEXT, re.M)]
+TYPES = {"ptr": Int64, "i64": Int64, "i32": Int32, "f32": Float32}
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
+
+CHUNK, DIM, ROWS = 32, 128, 64
+STAGES = 3
+THREADS = 128
+OUT_PITCH = 24  # values of one token in a warp's output tile: 16, padded so that stmatrix has no bank conflict
+# Byte offsets inside a record: record.h
+REC_KD, REC_QD, REC_KR, REC_P, REC_T, REC_DECAY, REC_BYTES = 0, 8192, 16384, 24576, 26624, 28672, 29184
+STAGE_V = REC_BYTES + 512  # v [32,64] behind the record, 1024-byte aligned as the 128-byte swizzle wants it
+STAGE_BYTES = STAGE_V + CHUNK * ROWS * 2
+OUT_BYTES = 4 * CHUNK * OUT_PITCH * 2
+SMEM_BYTES = STAGES * STAGE_BYTES + OUT_BYTES + 128  # the last 128 hold the barriers
+
+
+def pointer(dtype, address, space=cute.AddressSpace.gmem, align=16):
+    return cute.make_ptr(dtype, address, space, assumed_align=align)
+
+
+@cute.jit
+def as_operand(acc: cute.Tensor):
+    """bf16 copy of an accumulator, relabelled as the A operand of the next product: no data moves between threads."""
+    c = acc.layout
+    atom = (2, 2, 2)
+    steps = cute.size(c, mode=[0]) // cute.size(atom)
+    layout = cute.make_layout(
+        (atom, c.shape[1], (c.shape[2], steps)),
+        stride=(c.stride[0], c.stride[1], (c.stride[2], cute.size(atom, mode=[2]) * c.stride[0][2])),
+    )
+    operand = cute.make_rmem_tensor_like(layout, BFloat16)
+    cute.make_tensor(operand.iterator, c).store(acc.load().to(BFloat16))
+    return operand
+
+
+def load_index(base, element, code, default):
+    """Element of an int32 (code 1) or int64 (code 2) tensor as Int64; `default` without a tensor (code 0)."""
+    return cute.arch.inline_ptx(
+        """{ .reg .pred p32, p64; .reg .b64 a; .reg .b32 s;
+        setp.eq.s32 p32, {$r2}, 1; setp.eq.s32 p64, {$r2}, 2;
+        selp.b32 s, 3, 2, p64; shl.b64 a, {$r1}, s; add.s64 a, a, {$r0}; mov.b64 {$w0}, {$r3};
+        @p32 ld.global.s32 {$w0}, [a]; @p64 ld.global.s64 {$w0}, [a]; }""",
+        write_only_types=[Int64],
+        read_only_args=[base, element, code, default],
+    )
+
+
+def basic_block_end(zero):
+    """A branch that is never taken (zero is 0): ptxas moves no work across it."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.eq.u32 p, {$r0}, 0; @p bra D; L: nanosleep.u32 64; bra L; D: }", read_only_args=[zero]
+    )
+
+
+def load_acquire(address):
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def copy16(shared, address, size):
+    """16 bytes to shared memory, the first `size` (0 or 16) from global memory, the rest zero."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[shared, address, size])
+
+
+@cute.jit
+def staged(base, at, dtype, kind, shape):
+    """The swizzled tile `shape` at byte `at` of every stage."""
+    tile = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, (0, 1))
+    outer = cute.append(tile.outer, cute.make_layout(STAGES, stride=STAGE_BYTES // 2))
+    return cute.make_tensor(cute.recast_ptr(base + at, tile.inner, dtype=dtype), outer)
+
+
+@cute.jit
+def bring_record(ready: Int32, c: Int32, s: Int32, phase: Int32, count: Int32, stages, bars, records: Int64, record_step: Int64, flags: Int64):
+    """Warp 0: record c into stage s, once its readers have left it (`phase`) and the flag is up. Returns how many leading
+    chunks are known to be ready. records, flags: addresses of the sequence's first record and flag; record_step in bytes."""
+    lane = cute.arch.lane_idx()
+    while ready <= c:  # 32 flags at a look: a look at each would cost a trip to L2 a chunk
+        flag = Uint32(1)
+        if ready + lane < count:
+            flag = load_acquire(flags + Int64(ready + lane) * 4)
+        missing = ~cute.arch.vote_ballot_sync(flag != 0)
+        ready += Int32(cute.arch.clz(cute.arch.brev(missing)))  # 32 for none
+    cute.arch.sync_warp()
+    # The record went to memory through the async proxy of another SM and comes through that of this one.
+    cute.arch.inline_ptx("fence.proxy.async.global;")
+    cute.arch.mbarrier_wait(bars + STAGES + s, phase)
+    bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
+    src = cute.make_tensor(pointer(BFloat16, records + Int64(c) * record_step), cute.make_layout(REC_BYTES // 2))
+    to = cute.make_tensor(cute.recast_ptr(stages + s * STAGE_BYTES, dtype=BFloat16), cute.make_layout(REC_BYTES // 2))
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(bars + s, REC_BYTES)
+        cute.copy(bulk, src, to, mbar_ptr=bars + s)
+    return ready
+
+
+@cute.jit
+def bring_values(c: Int32, s: Int32, stages, warp_id: Int32, v: Int64, v_t: Int64, length: Int32):
+    """A warp's 16 values of the 32 tokens of chunk c: two units of 16 bytes a token, which only this warp reads.
+    v: address of the sequence's first token and this block's 64 values; v_t in bytes."""
+    lane = cute.arch.lane_idx()
+    unit = warp_id * 2 + lane % 2
+    for j in cutlass.range_constexpr(2):
+        token = lane // 2 + 16 * j
+        inside = c * CHUNK + token < length
+        address = v + Int64(c * CHUNK + token) * v_t + Int64(unit * 16)
+        to = stages.toint() + (s * STAGE_BYTES + STAGE_V + token * 128) + ((unit ^ (token & 7)) << 4)
+        copy16(to, address if inside else v, Int32(16) if inside else Int32(0))
+    cute.arch.cp_async_commit_group()
+
+
+@cute.kernel
+def kda_state(
+    records: Int64, flags: Int64, v: Int64, out: Int64, cu_seqlens: Int64, state_in: Int64, state_out: Int64,
+    read_index: Int64, write_index: Int64, v_b: Int64, v_t: Int64, v_h: Int64, out_b: Int64, out_t: Int64, out_h: Int64,
+    in_slot: Int64, in_h: Int64, out_slot: Int64, out_state_h: Int64, in_slots: Int64, out_slots: Int64, null_slot: Int64,
+    tokens: Int64, hv: Int32, head_group: Int32, sequences: Int32, chunks: Int32, modes: Int32,
+    io: cutlass.Constexpr, state_dtype: cutlass.Constexpr, layout: cutlass.Constexpr,
+    tokens_mma: cute.TiledMma, update_mma: cute.TiledMma,
+):  # fmt: skip
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    half = block % 2
+    # Order of the blocks, the same as that of the prep kernel's records: group of heads, sequence, head of the group.
+    group = block // 2 // (sequences * head_group)
+    rest = block // 2 - group * (sequences * head_group)
+    heads = cutlass.min(head_group, hv - group * head_group)
+    head = group * head_group + rest % heads
+    sequence = Int64(rest // heads)
+
+    # Which tokens, which records.
+    cu_code = modes & 3
+    start = Int64(0)
+    length = tokens
+    row = sequence
+    first_chunk = sequence * ((tokens + CHUNK - 1) // CHUNK)
+    if cu_code != 0:
+        start = load_index(cu_seqlens, sequence, cu_code, Int64(0))
+        length = load_index(cu_seqlens, sequence + 1, cu_code, Int64(0)) - start
+        row = Int64(0)
+        first_chunk = start // CHUNK + sequence
+    count = Int32((length + CHUNK - 1) // CHUNK)
+
+    kinds = warpgroup.SmemLayoutAtomKind
+    smem = cutlass.memory.SmemAllocator()
+    stages = smem.allocate(STAGES * STAGE_BYTES, 1024)
+    s_out = smem.allocate_tensor(io, cute.make_layout(((16, 4), CHUNK), stride=((1, CHUNK * OUT_PITCH), OUT_PITCH)), byte_alignment=128)
+    bars = smem.allocate_array(Int64, 2 * STAGES)  # full: the bulk copy; empty: the 4 warps
+    s_kd = staged(stages, REC_KD, BFloat16, kinds.K_SW128, (CHUNK, DIM))
+    s_qd = staged(stages, REC_QD, BFloat16, kinds.K_SW128, (CHUNK, DIM))
+    s_kr = staged(stages, REC_KR, BFloat16, kinds.MN_SW128, (DIM, CHUNK))
+    s_p = staged(stages, REC_P, BFloat16, kinds.K_SW64, (CHUNK, CHUNK))
+    s_t = staged(stages, REC_T, BFloat16, kinds.K_SW64, (CHUNK, CHUNK))
+    s_v = staged(stages, STAGE_V, io, kinds.MN_SW128, (ROWS, CHUNK))
+    if warp_id == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(bars + i, 1)
+                cute.arch.mbarrier_init(bars + STAGES + i, 4)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+    records += (first_chunk * Int64(hv) + Int64(head)) * REC_BYTES
+    record_step = Int64(hv) * REC_BYTES
+    flags += (Int64(head) * Int64(chunks) + first_chunk) * 4
+    v += (row * v_b + start * v_t + Int64(head) * v_h + Int64(half * ROWS)) * 2
+    v_t *= 2
+    length32 = Int32(length)
+    ready = Int32(0)
+    for c in cutlass.range_constexpr(2):
+        if c < count:
+            bring_values(Int32(c), Int32(c), stages, warp_id, v, v_t, length32)
+            if warp_id == 0:
+                ready = bring_record(ready, Int32(c), Int32(c), Int32(1), count, stages, bars, records, record_step, flags)
+        else:
+            cute.arch.cp_async_commit_group()  # the loop counts groups
+    mma = tokens_mma.get_slice(thread)
+    mma_kr = update_mma.get_slice(thread)
+    S = cute.make_rmem_tensor(mma_kr.partition_shape_C((ROWS, DIM)), Float32)
+    l_state = cute.make_layout((ROWS, DIM), stride=(DIM, 1) if layout == "vk" else (1, DIM))
+    half_offset = Int64(half) * (ROWS * DIM if layout == "vk" else ROWS)
+    slot = load_index(read_index, sequence, (modes >> 2) & 3, sequence)
+    S.fill(0.0)
+    if slot >= 0 and slot < in_slots and slot != null_slot:
+        address = state_in + (slot * in_slot + Int64(head) * in_h + half_offset) * (state_dtype.width // 8)
+        src = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
+        loaded = cute.make_rmem_tensor(S.layout, state_dtype)
+        cute.autovec_copy(src, loaded)
+        S.store(loaded.load().to(Float32))
+
+    f_kd = tokens_mma.make_fragment_B(mma.partition_B(s_kd))
+    f_qd = tokens_mma.make_fragment_B(mma.partition_B(s_qd))
+    f_p = tokens_mma.make_fragment_B(mma.partition_B(s_p))
+    f_t = tokens_mma.make_fragment_B(mma.partition_B(s_t))
+    f_kr = update_mma.make_fragment_B(mma_kr.partition_B(s_kr))
+    lane = thread % 32
+    load_v = cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), io), tokens_mma
+    ).get_slice(thread)
+    store_o = cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), io), tokens_mma
+    ).get_slice(thread)
+    acc_shape = mma.partition_shape_C((ROWS, CHUNK))
+    R = cute.make_rmem_tensor(acc_shape, Float32)
+    U = cute.make_rmem_tensor(acc_shape, Float32)
+    O = cute.make_rmem_tensor(acc_shape, Float32)
+    O.fill(0.0)
+    v_next = cute.make_rmem_tensor(R.layout, io)
+    o_prev = cute.make_rmem_tensor(O.layout, io)
+    # A warp writes its 16 values of a token as 2 units of 16 bytes: lane 2 t + u has unit u of tokens t and t + 16.
+    o_rows = cute.make_rmem_tensor(cute.make_layout((8, 2)), io)
+    s_rows = cute.make_tensor(
+        pointer(io, (s_out.iterator + (warp_id * CHUNK * OUT_PITCH + lane // 2 * OUT_PITCH + lane % 2 * 8)).toint(), cute.AddressSpace.smem),
+        cute.make_layout((8, 2), stride=(1, 16 * OUT_PITCH)),
+    )
+    token = lane // 2
+    g_out = out + (row * out_b + (start + Int64(token)) * out_t + Int64(head) * out_h + Int64(half * ROWS + warp_id * 16 + lane % 2 * 8)) * 2
+    out_16 = out_t * (16 * 2)
+    zero = modes & (1 << 30)
+
+    if count > 0:
+        cute.arch.cp_async_wait_group(1)
+        cute.arch.sync_warp()
+        cute.copy(load_v, load_v.partition_S(s_v[(None, None, 0)]), load_v.retile(v_next))
+    s = Int32(0)
+    phase = Int32(0)
+    phase_far = Int32(1)
+    for c in cutlass.range(count, unroll=1):
+        warpgroup.wait_group(0)
+        S_op = as_operand(S)
+        cute.arch.mbarrier_wait(bars + s, phase)
+        R.store(v_next.load().to(Float32))
+        warpgroup.fence()
+        tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
+        for k in cutlass.range_constexpr(DIM // 16):
+            cute.gemm(tokens_mma, R, S_op[(None, None, k)], f_kd[(None, None, k, s)], R)
+        warpgroup.commit_group()
+        basic_block_end(zero)
+        o_prev.store(O.load().to(io))
+        warpgroup.fence()
+        tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(DIM // 16):
+            cute.gemm(tokens_mma, O, S_op[(None, None, k)], f_qd[(None, None, k, s)], O)
+            tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        basic_block_end(zero)
+        s_far = s - 1 if s > 0 else Int32(STAGES - 1)  # the stage of chunk c - 1, and of c + 2
+        if c + 2 < count:
+            bring_values(c + 2, s_far, stages, warp_id, v, v_t, length32)
+            if warp_id == 0:
+                ready = bring_record(ready, c + 2, s_far, phase_far, count, stages, bars, records, record_step, flags)
+        else:
+            cute.arch.cp_async_commit_group()
+        if s_far == STAGES - 1:
+            phase_far = phase_far ^ 1
+        cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
+        cute.arch.sync_warp()
+        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
+        for i in cutlass.range_constexpr(DIM // 16):  # columns 16 i + {0, 8} + 2 (lane % 4) + {0, 1} of both its rows
+            decay = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+            cute.autovec_copy(cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay)
+            for e in cutlass.range_constexpr(8):
+                S[8 * i + e] = S[8 * i + e] * decay[e // 4 * 2 + e % 2]
+        cute.autovec_copy(s_rows, o_rows)
+        warpgroup.wait_group(1)
+        R_op = as_operand(R)
+        warpgroup.fence()
+        tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(CHUNK // 16):
+            cute.gemm(tokens_mma, U, R_op[(None, None, k)], f_t[(None, None, k, s)], U)
+            tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        if c > 0:
+            for j in cutlass.range_constexpr(2):
+                cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+            g_out += 2 * out_16
+        warpgroup.wait_group(0)
+        U_op = as_operand(U)
+        warpgroup.fence()
+        update_mma.set(warpgroup.Field.ACCUMULATE, True)
+        for k in cutlass.range_constexpr(CHUNK // 16):
+            cute.gemm(update_mma, S, U_op[(None, None, k)], f_kr[(None, None, k, s)], S)
+        warpgroup.commit_group()
+        for k in cutlass.range_constexpr(CHUNK // 16):
+            cute.gemm(tokens_mma, O, U_op[(None, None, k)], f_p[(None, None, k, s)], O)
+        warpgroup.commit_group()
+        used = s
+        s += 1
+        if s == STAGES:
+            s = Int32(0)
+            phase = phase ^ 1
+        cute.arch.cp_async_wait_group(1)
+        cute.arch.sync_warp()
+        if c + 1 < count:
+            cute.copy(load_v, load_v.partition_S(s_v[(None, None, s)]), load_v.retile(v_next))
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(bars + STAGES + used)
+    if count > 0:
+        left = length32 - (count - 1) * CHUNK
+        o_prev.store(O.load().to(io))
+        cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
+        cute.arch.sync_warp()
+        cute.autovec_copy(s_rows, o_rows)
+        for j in cutlass.range_constexpr(2):
+            if token + 16 * j < left:
+                cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+    slot = load_index(write_index, sequence, (modes >> 4) & 3, sequence)
+    if slot >= 0 and slot < out_slots and slot != null_slot:
+        address = state_out + (slot * out_slot + Int64(head) * out_state_h + half_offset) * (state_dtype.width // 8)
+        dst = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
+        stored = cute.make_rmem_tensor(S.layout, state_dtype)
+        stored.store(S.load().to(state_dtype))
+        cute.autovec_copy(stored, dst)
+    # This block's records are consumed; those of others must be written before this launch may count as finished.
+    cute.arch.griddepcontrol_wait()
+
+
+def compile_state(io, state, layout, target="sm_90a"):
+    """One kernel: cubin, entry symbol, block, dynamic shared memory and ptx. io: bf16, fp16; state: fp32, bf16; layout: vk, kv."""
+
+    @cute.jit
+    def host(value: Int64, stream: driver.CUstream):
+        # Values do not matter: only the cubin is kept. They are run-time values so that nothing of them is compiled in.
+        arguments = [TYPES[kind](value) for _, kind in PARAMS]
+        k, mn, source = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
+        tokens_mma = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, (ROWS, CHUNK, 16), source, k, k))
+        update_mma = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, (ROWS, DIM, 16), source, k, mn))
+        kda_state(*arguments, DTYPES[io], DTYPES[state], layout, tokens_mma, update_mma).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), smem=SMEM_BYTES, stream=stream, preferred_smem_carveout=0
+        )
+
+    compiled = cute.compile(host, Int64(0), make_fake_stream(), options=f"--gpu-arch {target} --keep-cubin --keep-ptx remarks{{ptx}}")
+    (entry,) = re.findall(r"\.entry\s+(\w+)", compiled.__ptx__)
+    return dict(cubin=compiled.__cubin__, entry=entry, block=(THREADS, 1, 1), max_dynamic_smem=SMEM_BYTES, ptx=compiled.__ptx__)
