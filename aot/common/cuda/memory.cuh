@@ -1,5 +1,5 @@
 // Global memory access of the elementwise kernels: streaming vectors of up to 16 bytes, single values of a run-time dtype, and
-// the conversions between io dtypes and float32.
+// the conversions between io dtypes and float32. On the host (tests that run the kernels thread by thread) a misaligned access traps.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,10 @@ template <class T, int N>
 CUTLASS_DEVICE Vector<T, N> load_streaming(const T* p) {
   constexpr int kBytes = N * int(sizeof(T));
   Vector<T, N> v;
+#if !defined(__CUDA_ARCH__)
+  if (reinterpret_cast<uintptr_t>(p) % kBytes) __builtin_trap();
+  v = *reinterpret_cast<const Vector<T, N>*>(p);
+#else
   if constexpr (kBytes == 16) {
     uint4 r;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
@@ -40,11 +44,15 @@ CUTLASS_DEVICE Vector<T, N> load_streaming(const T* p) {
     asm volatile("ld.global.L1::no_allocate.u16 %0, [%1];" : "=h"(r) : "l"(p));
     reinterpret_cast<uint16_t&>(v) = r;
   }
+#endif
   return v;
 }
 
 template <class T, int N>
 CUTLASS_DEVICE void store(T* p, const Vector<T, N>& v) {
+#if !defined(__CUDA_ARCH__)
+  if (reinterpret_cast<uintptr_t>(p) % (N * sizeof(T))) __builtin_trap();
+#endif
   *reinterpret_cast<Vector<T, N>*>(p) = v;
 }
 
