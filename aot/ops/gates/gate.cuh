@@ -128,12 +128,14 @@ template <Form kForm, bool kPerChannel, int N, class G>
 CUTLASS_DEVICE void gate_columns(const Problem& p, const Walk& w) {
   constexpr bool kAnyType = std::is_void_v<G>;
   constexpr bool kPrecise = kAnyType || std::is_same_v<G, float>;
-  const uint32_t head_columns = p.row / N, token_columns = p.heads * head_columns, threads = gridDim.x * kThreads;
+  const uint32_t head_columns = p.row / N, threads = gridDim.x * kThreads;
+  const int64_t token_columns = int64_t(p.heads) * head_columns;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int64_t i = w.column; i < p.batch * token_columns; i += threads) {
     const int64_t b = p.batch == 1 ? 0 : divide(i, token_columns);
-    const uint32_t within = static_cast<uint32_t>(i - b * token_columns);
-    const uint32_t head = within / head_columns, channel = (within - head * head_columns) * N;
+    const int64_t within = i - b * token_columns;
+    const uint32_t head = static_cast<uint32_t>(divide(within, head_columns));
+    const uint32_t channel = static_cast<uint32_t>(within - int64_t(head) * head_columns) * N;
     const Column<kForm, kPerChannel, N> column(p, head, channel);
     const Io* x = p.x + b * p.x_batch + w.lane * p.x_token + head * p.x_head + channel;
     const int64_t g = b * p.g_batch + w.lane * p.g_token + head * p.g_head + channel;
