@@ -1,0 +1,73 @@
+"""Kimi Delta Attention (arXiv 2510.26692): delta rule with a decay a key channel."""
+
+from __future__ import annotations
+
+from cula_loader import call
+from cula_loader.ops import KDA_DECODE, KDA_GATE
+
+from ._gate import run_gate
+from ._rows import new_out
+
+
+def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixed_qkv=None, A_log=None, dt_bias=None, lower_bound=None,
+               gate_kind="none", beta_kind="value", l2norm=False, scale=None, state_layout="vk", state_out=None, read_index=None,
+               write_index=None, null_slot=None, out=None, num_threads=0, stream=None, donate=False):
+    """One token for each of N rows; returns out and updates the states.
+
+    With S [K,V] the float32 state of a row and value head, and the row's q, k of head hv // (HV/H):
+
+        S <- diag(exp g) S;   u = beta (v - S^T k);   S <- S + k u^T;   out = scale * S^T q
+
+    Operands (N rows, H query heads, HV value heads, HV a multiple of H; K and V are head dims, K of 64, 128, 256, V a multiple of 64)
+        q, k        [N,H,K]       bf16, fp16 or float32, one dtype for q, k, v, out. [N,1,...] and [1,N,...] are taken too
+        v           [N,HV,V]
+        mixed_qkv   [N, 2*H*K + HV*V], instead of q, k and v: one projection row; its row stride is free
+        gate        by gate_kind; float32, bf16 or fp16
+                    "none"  no gate, decay 1
+                    "log"   g [N,HV,K], the natural log of the decay, g <= 0
+                    "raw"   x [N,HV,K]: g = -exp(A_log[hv]) * softplus(x + dt_bias[hv,k]), or with lower_bound in [-5,0)
+                            g = lower_bound * sigmoid(exp(A_log[hv]) * (x + dt_bias[hv,k]))
+        A_log       HV elements of any shape, "raw" only; None: exp(A_log) = 1
+        dt_bias     HV*K elements of any shape, "raw" only; None: 0
+        beta        [N,HV], required. beta_kind "value": as it is; "logit": sigmoid(beta); "logit_twice": 2 * sigmoid(beta)
+        state       pool of slots, float32 or bf16: [slots,HV,V,K] with state_layout "vk", [slots,HV,K,V] with "kv"; slot and head strides
+                    are free. None: every row starts from zero
+        state_out   pool that is written; None: state. It may be the same memory
+        read_index, write_index   [N] int32 or int64, on the device of the rows: the slot that row n starts from, and the one it stores to.
+                    None: slot n, and the slot that was read. Negative, out of range, or equal to null_slot: start from zero, store
+                    nothing. A row with neither is padding: its output is zero. No slot may be written by two rows, or written by one
+                    and read by another (not checked)
+        out         [N,HV,V]; None: a new array of v's (or mixed_qkv's) framework. It may not overlap an input
+    Options
+        l2norm      q and k <- x / sqrt(sum x^2 + 1e-6), before the scale
+        scale       None: K^-0.5; else any finite number, 0 included
+        num_threads CPU only: threads, 0 for all that the process may run on
+        stream, donate   see the package's documentation
+
+    Raises InvalidArgumentError for operands and options that break a rule, UnsupportedError for dtypes and dims that are not built.
+    N = 0 does nothing.
+    """
+    fresh = ()
+    if out is None:
+        out, fresh = new_out("kda_decode", v, mixed_qkv, state, state_layout), ("out",)
+    call(KDA_DECODE, (q, k, v, mixed_qkv, out, gate, A_log, dt_bias, beta, state, state_out, read_index, write_index),
+         (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, num_threads), stream, donate, fresh)
+    return out
+
+
+def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind="logit", out=None, beta_out=None, dtype="fp32",
+             num_threads=0, stream=None, donate=False):
+    """The log decay g of a raw gate, elementwise; with beta also its activation. Returns g, or (g, beta_out) where beta is given.
+
+        g = -exp(A_log[hv]) * softplus(x + dt_bias[hv,k]), or with lower_bound in [-5,0)
+        g = lower_bound * sigmoid(exp(A_log[hv]) * (x + dt_bias[hv,k]))
+
+    x           [T,HV,K] or [B,T,HV,K]; float32, bf16 or fp16; token and head strides are free
+    A_log       HV elements of any shape; None: exp(A_log) = 1.   dt_bias  HV*K elements of any shape; None: 0
+    beta        [T,HV] or [B,T,HV] logits; beta_kind "logit": sigmoid(beta), "logit_twice": 2 * sigmoid(beta)
+    out         shape of x; float32, bf16 or fp16; it may be x itself. None: a new array of x's framework, of dtype "fp32", "bf16", "fp16"
+    beta_out    shape of beta, likewise
+
+    (flash-linear-attention: fused_kda_gate.) Raises as kda_decode does.
+    """
+    return run_gate(KDA_GATE, x, A_log, dt_bias, lower_bound, beta, beta_kind, out, beta_out, dtype, num_threads, stream, donate)
