@@ -134,10 +134,14 @@ enum {
  * from a zero state; a negative write stores nothing. With has_null_slot, an index equal to null_slot counts as negative,
  * and so does, always, an index that is not below the number of slots: no index can reach memory outside the pool. A
  * row whose read and write are both negative is padding: its output is zero and no state is touched. read_index NULL: row n
- * reads slot n. write_index NULL: the same slots as the reads. Preconditions that are not checked: no slot is
+ * reads slot n, and the pool has at least N slots. write_index NULL: the same slots as the reads. Without state every read
+ * counts as negative and read_index must be NULL; without any pool the outputs are those of a zero state, and no row is padding.
+ * Preconditions that are not checked: no slot is
  * written by two rows, and none is written by one row and read by another.
  *
- * Aliasing: state and state_out may be the same memory. out may not overlap any input, and no other overlap is allowed.
+ * Aliasing: state and state_out may be the same memory. out may not overlap any input, and no other overlap is allowed. What is
+ * only read may have strides of zero or below (a broadcast beta); the elements of what is written must be distinct memory. Both
+ * are checked; columns of one fused row and layers of one pool count as apart.
  *
  * Errors: INVALID_ARGUMENT for shapes, dtypes, strides, devices, missing or forbidden operands; UNSUPPORTED for a
  * combination of dtype and dims that is not built. N = 0 is CULA_OK and touches nothing.
@@ -148,7 +152,8 @@ typedef struct cula_decode_args {
   const DLTensor* q;         /* [N,H,K]                                                                    */
   const DLTensor* k;         /* [N,H,K]                                                                    */
   const DLTensor* v;         /* [N,HV,V], HV a multiple of H                                               */
-  const DLTensor* mixed_qkv; /* [N, H*K + H*K + HV*V], instead of q, k and v                               */
+  const DLTensor* mixed_qkv; /* [N, H*K + H*K + HV*V], instead of q, k and v; H follows from its length, with HV and V
+                                of out and K of the states or of a per-channel gate, one of which must be there */
   const DLTensor* out;       /* [N,HV,V], written                                                          */
   const DLTensor* gate;      /* by gate_kind; float32, bf16 or fp16                                        */
   const DLTensor* A_log;     /* RAW only: HV elements of any shape; float32, bf16 or fp16; NULL: exp(A_log) = 1 */
@@ -229,7 +234,7 @@ typedef struct cula_requirements {
   size_t workspace_bytes;   /* out */
   size_t workspace_align;   /* out: a power of two, 1 if no workspace is needed */
   int32_t launch_count;     /* out: 0 when there is nothing to do */
-  int32_t kernels[CULA_MAX_LAUNCHES]; /* out: kernel index of each launch, for cula_kernel_info */
+  int32_t kernels[CULA_MAX_LAUNCHES]; /* out: kernel index of each launch, for cula_kernel_info; then -1 */
 } cula_requirements;
 
 /* One compiled kernel. The strings belong to the library and live as long as it is loaded. */
@@ -279,13 +284,13 @@ typedef struct cula_launch {
 } cula_launch;
 
 /* What cula_bind fills: all that a driver call needs, with no pointer to anything but itself and device memory. Do not
- * copy it after the bind: it points into itself. About 40 KB: keep one a thread. */
+ * copy it after the bind: it points into itself. About 10 KB, of which a bind touches what it uses: keep one a thread. */
 typedef struct cula_launches {
   size_t struct_size;
   cula_arch arch;      /* in: as in cula_requirements */
   int32_t sm_count;    /* in: as in cula_requirements */
   void* stream;        /* in: CUstream to launch on */
-  int32_t count;       /* out */
+  int32_t count;       /* out: 0 when there is nothing to do */
   int32_t device_type; /* out: DLDeviceType of the tensors */
   int32_t device_id;   /* out */
   int32_t storage_used; /* out */
@@ -324,13 +329,14 @@ CULA_API cula_status cula_query(cula_op op, const void* args, cula_requirements*
  * Idempotent. device: CUDA ordinal. */
 CULA_API cula_status cula_prepare(int32_t device) CULA_NOEXCEPT;
 
-/* Validates, plans and launches. GPU: cula_prepare(device) must have been called. workspace: device memory (host memory for
- * CPU tensors) of at least the size and alignment that cula_query gives, NULL if that is 0. stream: CUstream; NULL is the
- * default stream on a GPU, and must be given for CPU tensors. */
+/* Validates, plans and launches. GPU: cula_prepare(device) must have been called, else CULA_ERR_INVALID_ARGUMENT. workspace: device memory (host memory for
+ * CPU tensors) of at least the size and alignment that cula_query gives, NULL if that is 0. stream: CUstream, NULL: the
+ * default stream; for CPU tensors NULL. */
 CULA_API cula_status cula_run(cula_op op, const void* args, void* workspace, size_t workspace_bytes,
                               void* stream) CULA_NOEXCEPT;
 
-/* Validates and plans like cula_run, but fills `launches` for another executor in place of launching. */
+/* Validates and plans like cula_run, but fills `launches` for another executor in place of launching. CPU tensors have no
+ * launches: CULA_ERR_UNSUPPORTED, use cula_run. */
 CULA_API cula_status cula_bind(cula_op op, const void* args, void* workspace, size_t workspace_bytes,
                                cula_launches* launches) CULA_NOEXCEPT;
 
@@ -341,7 +347,11 @@ CULA_API cula_status cula_bind(cula_op op, const void* args, void* workspace, si
  *   field_offsets  byte offset in args of the const DLTensor* field of each object
  *   tensors        room for CULA_MAX_OBJECTS DLTensors, filled
  *   launches       stream: (void*)-1 on entry asks for the producer's current stream, which is stored there
- * A reader that fails leaves its Python exception set and the call returns CULA_ERR_INVALID_ARGUMENT.
+ * A reader that fails leaves its Python exception set and the call returns CULA_ERR_INVALID_ARGUMENT. An API without
+ * dltensor_from_py_object_no_sync (it may be NULL) is CULA_ERR_UNSUPPORTED: read the objects another way and call cula_bind.
+ * CPU tensors (the first one decides): CULA_OK with device_type kDLCPU and count 0, and nothing is validated; call cula_run with
+ * args and a NULL stream while the objects live, since their shapes are theirs. Nothing to do on a GPU is count 0 with device_type
+ * kDLCUDA.
  */
 enum { CULA_MAX_OBJECTS = 16 };
 CULA_API cula_status cula_bind_objects(cula_op op, void* args, const void* exchange_api, const uint16_t* field_offsets,

@@ -1,0 +1,312 @@
+#include "tensor.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "driver.h"
+#include "names.h"
+
+namespace cula {
+namespace {
+
+// "cuda:0"
+Text device_text(int32_t type, int32_t id) noexcept {
+  Text text;
+  const char* name = device_type_name(type);
+  if (name == nullptr) {
+    std::snprintf(text.s, sizeof text.s, "device type %d", type);
+  } else if (type == kDLCPU) {
+    std::snprintf(text.s, sizeof text.s, "cpu");
+  } else {
+    std::snprintf(text.s, sizeof text.s, "%s:%d", name, id);
+  }
+  return text;
+}
+
+// "float64", "int8x4"
+Text dtype_text(const DLDataType& t) noexcept {
+  static constexpr const char* kCodes[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+  Text text;
+  const char* code = t.code < sizeof kCodes / sizeof *kCodes ? kCodes[t.code] : nullptr;
+  const int used = code != nullptr ? std::snprintf(text.s, sizeof text.s, "%s%d", code, t.bits)
+                                   : std::snprintf(text.s, sizeof text.s, "DLPack code %d with %d bits", t.code, t.bits);
+  if (t.lanes != 1) std::snprintf(text.s + used, sizeof text.s - used, "x%d", t.lanes);
+  return text;
+}
+
+// "bf16, fp16 or float32"
+Text set_text(uint32_t dtypes) noexcept {
+  static constexpr Element kOrder[] = {Element::bf16, Element::fp16, Element::f32, Element::i32, Element::i64};
+  Text text;
+  text.s[0] = 0;
+  int count = 0, done = 0;
+  for (Element e : kOrder) count += dtypes >> static_cast<int>(e) & 1;
+  for (Element e : kOrder) {
+    if (!(dtypes >> static_cast<int>(e) & 1)) continue;
+    ++done;
+    const size_t used = std::strlen(text.s);
+    std::snprintf(text.s + used, sizeof text.s - used, "%s%s", done == 1 ? "" : done == count ? " or " : ", ", element_name(e));
+  }
+  return text;
+}
+
+Element element_of(const DLDataType& t) noexcept {
+  if (t.lanes != 1) return Element::absent;
+  if (t.code == kDLFloat && t.bits == 32) return Element::f32;
+  if (t.code == kDLBfloat && t.bits == 16) return Element::bf16;
+  if (t.code == kDLFloat && t.bits == 16) return Element::fp16;
+  if (t.code == kDLInt && t.bits == 32) return Element::i32;
+  if (t.code == kDLInt && t.bits == 64) return Element::i64;
+  return Element::absent;
+}
+
+constexpr uint8_t kItemsize[] = {4, 2, 2, 0, 4, 8};
+
+bool is_gpu(int32_t type) noexcept { return type == kDLCUDA || type == kDLCUDAManaged; }
+
+// Bytes of the dimensions inside the outermost one (that with the largest stride), as a range around the first element, and
+// the outermost stride in bytes, positive.
+struct Period {
+  int64_t low, high, stride;
+};
+Period period_of(const Tensor& t) noexcept {
+  Period p{0, t.itemsize, 0};
+  int outer = -1;
+  for (int i = 0; i < t.rank; ++i) {
+    if (outer < 0 || std::abs(t.stride[i]) > std::abs(t.stride[outer])) outer = i;
+  }
+  for (int i = 0; i < t.rank; ++i) {
+    const int64_t bytes = t.stride[i] * t.itemsize;  // no overflow: read() found that extent times stride does not
+    if (i == outer) {
+      p.stride = std::abs(bytes);
+    } else if (bytes > 0) {
+      p.high += (t.shape[i] - 1) * bytes;
+    } else {
+      p.low += (t.shape[i] - 1) * bytes;
+    }
+  }
+  return p;
+}
+
+}  // namespace
+
+const char* element_name(Element e) noexcept {
+  static constexpr const char* kNames[] = {"float32", "bf16", "fp16", "absent", "int32", "int64"};
+  return kNames[static_cast<int>(e)];
+}
+
+Text shape_text(int32_t rank, const int64_t* shape) noexcept {
+  Text text;
+  size_t used = std::snprintf(text.s, sizeof text.s, "[");
+  for (int i = 0; i < rank && i < kMaxRank; ++i) {
+    used += std::snprintf(text.s + used, sizeof text.s - used, "%s%lld", i ? "," : "", static_cast<long long>(shape[i]));
+  }
+  std::snprintf(text.s + used, sizeof text.s - used, rank > kMaxRank ? ",...]" : "]");
+  return text;
+}
+
+cula_status Operands::missing(const char* name) noexcept {
+  return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is missing (NULL)", op_, name);
+}
+
+cula_status Operands::check_device(const char* name, const DLDevice& device) noexcept {
+  const int32_t type = device.device_type, id = type == kDLCPU ? 0 : device.device_id;
+  if (first_ == nullptr) {
+    if (type != kDLCPU && !is_gpu(type)) {
+      return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is on %s; tensors must be on the CPU or on a CUDA device (kDLCPU, kDLCUDA, kDLCUDAManaged)",
+                  op_, name, device_text(type, id).s);
+    }
+    if (id < 0) return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has device_id %d", op_, name, id);
+    first_ = name;
+    device_type_ = is_gpu(type) ? static_cast<int32_t>(kDLCUDA) : type;
+    device_id_ = id;
+    return CULA_OK;
+  }
+  if (id == device_id_ && (type == device_type_ || (is_gpu(type) && device_type_ == kDLCUDA))) return CULA_OK;
+  return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is on %s, %s is on %s; all tensors of a call must be on one device", op_, name,
+              device_text(type, id).s, first_, device_text(device_type_, device_id_).s);
+}
+
+cula_status Operands::read(const char* name, const DLTensor* given, uint32_t dtypes, Tensor* out) noexcept {
+  const DLTensor& t = *given;
+  CULA_TRY(check_device(name, t.device));
+  if (t.ndim < 0 || t.ndim > kMaxRank || (t.ndim > 0 && t.shape == nullptr)) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has ndim %d%s; from 0 to %d, with a shape", op_, name, t.ndim,
+                t.shape == nullptr ? " and shape NULL" : "", kMaxRank);
+  }
+  const Element dtype = element_of(t.dtype);
+  if (dtype == Element::absent || !(dtypes >> static_cast<int>(dtype) & 1)) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has dtype %s; must be %s", op_, name, dtype_text(t.dtype).s, set_text(dtypes).s);
+  }
+  out->name = name;
+  out->dtype = dtype;
+  out->itemsize = kItemsize[static_cast<int>(dtype)];
+  out->rank = t.ndim;
+
+  int64_t elements = 1, low = 0, high = 0;
+  bool empty = false, overflow = false;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    const int64_t extent = t.shape[i];
+    if (extent < 0) return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; extents must not be negative", op_, name, shape_text(t.ndim, t.shape).s);
+    int64_t stride = 0;
+    if (extent == 0) {
+      empty = true;
+    } else if (extent > 1) {
+      stride = t.strides != nullptr ? t.strides[i] : elements;
+      int64_t reach;
+      overflow |= __builtin_mul_overflow(extent - 1, stride, &reach);
+      overflow |= stride < 0 ? __builtin_add_overflow(low, reach, &low) : __builtin_add_overflow(high, reach, &high);
+      overflow |= __builtin_mul_overflow(elements, extent, &elements);
+    }
+    out->shape[i] = extent;
+    out->stride[i] = stride;
+  }
+  out->elements = empty ? 0 : elements;
+  if (out->elements == 0) {
+    out->data = nullptr;
+    out->begin = out->end = 0;
+    return CULA_OK;
+  }
+
+  if (t.data == nullptr) {
+    return fail(CULA_ERR_INVALID_ARGUMENT,
+                "%s: %s has shape %s and data NULL; a tensor without storage (torch's FakeTensor or meta tensors) cannot be computed with", op_,
+                name, shape_text(t.ndim, t.shape).s);
+  }
+  const uintptr_t data = reinterpret_cast<uintptr_t>(t.data);
+  uintptr_t base;
+  overflow |= __builtin_mul_overflow(low, out->itemsize, &low);
+  overflow |= __builtin_add_overflow(high, 1, &high) || __builtin_mul_overflow(high, out->itemsize, &high);
+  overflow |= __builtin_add_overflow(data, t.byte_offset, &base);
+  overflow |= __builtin_add_overflow(base, low, &out->begin);
+  overflow |= __builtin_add_overflow(base, high, &out->end);
+  int64_t length;
+  overflow |= __builtin_sub_overflow(high, low, &length);
+  if (overflow) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; with its strides and byte_offset it does not fit in the address space", op_, name,
+                shape_text(t.ndim, t.shape).s);
+  }
+  if (base % out->itemsize != 0) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is at %#llx; its address must be a multiple of %d bytes, the size of %s", op_, name,
+                static_cast<unsigned long long>(base), out->itemsize, element_name(dtype));
+  }
+  out->data = reinterpret_cast<const char*>(base);
+  return CULA_OK;
+}
+
+cula_status rows_of(const char* op, const Tensor& t, int32_t tail, const char* layout, Rows* rows) noexcept {
+  int at;
+  if (t.rank == tail + 1) {
+    at = 0;
+  } else if (t.rank == tail + 2 && t.shape[1] == 1) {
+    at = 0;
+  } else if (t.rank == tail + 2 && t.shape[0] == 1) {
+    at = 1;
+  } else if (t.rank == tail + 2) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; expected %s, with the rows as [N,1,...] or [1,N,...]: one token a row", op, t.name,
+                shape_text(t).s, layout);
+  } else {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; expected %s", op, t.name, shape_text(t).s, layout);
+  }
+  rows->n = t.shape[at];
+  rows->stride = t.stride[at];
+  rows->shape = t.shape + (t.rank - tail);
+  rows->strides = t.stride + (t.rank - tail);
+  return CULA_OK;
+}
+
+cula_status require_unit_stride(const char* op, const Tensor& t) noexcept {
+  if (t.rank == 0 || t.shape[t.rank - 1] <= 1 || t.elements == 0 || t.stride[t.rank - 1] == 1) return CULA_OK;
+  return fail(CULA_ERR_INVALID_ARGUMENT, "%s: the last stride of %s is %lld; must be 1", op, t.name, static_cast<long long>(t.stride[t.rank - 1]));
+}
+
+cula_status require_vector(const char* op, const Tensor& t, int64_t count, const char* meaning) noexcept {
+  if (t.elements != count) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; expected %s = %lld elements", op, t.name, shape_text(t).s, meaning,
+                static_cast<long long>(count));
+  }
+  int64_t stride = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    if (t.shape[i] <= 1) continue;
+    if (t.stride[i] != stride) {
+      return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has stride %lld in dimension %d; it must be compact, stride %lld there", op, t.name,
+                  static_cast<long long>(t.stride[i]), i, static_cast<long long>(stride));
+    }
+    stride *= t.shape[i];
+  }
+  return CULA_OK;
+}
+
+cula_status require_distinct(const char* op, const Tensor& t) noexcept {
+  if (t.elements <= 1) return CULA_OK;
+  int order[kMaxRank], count = 0;
+  for (int i = t.rank - 1; i >= 0; --i) {  // from the last dimension on they nearly always come sorted
+    if (t.shape[i] <= 1) continue;
+    int at = count++;
+    for (; at > 0 && std::abs(t.stride[order[at - 1]]) > std::abs(t.stride[i]); --at) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  int64_t span = 0;  // largest distance, in elements, within the dimensions so far
+  for (int i = 0; i < count; ++i) {
+    const int64_t stride = std::abs(t.stride[order[i]]);
+    if (stride <= span) {
+      return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s and stride %lld in dimension %d: two of its elements share memory, but it is written", op,
+                  t.name, shape_text(t).s, static_cast<long long>(t.stride[order[i]]), order[i]);
+    }
+    span += (t.shape[order[i]] - 1) * stride;
+  }
+  return CULA_OK;
+}
+
+bool overlaps(const Tensor& a, const Tensor& b) noexcept {
+  if (a.end <= b.begin || b.end <= a.begin) return false;
+  const Period p = period_of(a), q = period_of(b);
+  const int64_t length_a = p.high - p.low, length_b = q.high - q.low;
+  if (p.stride != q.stride || p.stride == 0 || length_a > p.stride || length_b > p.stride) return true;
+  // Both repeat every `stride` bytes: distance of b's piece behind a's, within one period.
+  const uintptr_t at_a = reinterpret_cast<uintptr_t>(a.data) + p.low, at_b = reinterpret_cast<uintptr_t>(b.data) + q.low;
+  const int64_t distance = at_b >= at_a ? static_cast<int64_t>((at_b - at_a) % p.stride)
+                                        : (p.stride - static_cast<int64_t>((at_a - at_b) % p.stride)) % p.stride;
+  return distance < length_a || distance + length_b > p.stride;
+}
+
+cula_status require_disjoint(const char* op, const Tensor& written, const Tensor& other) noexcept {
+  if (!overlaps(written, other)) return CULA_OK;
+  return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s overlaps %s in memory", op, written.name, other.name);
+}
+
+bool aligned16(const Tensor& t) noexcept {
+  uint64_t bits = reinterpret_cast<uintptr_t>(t.data);
+  for (int i = 0; i < t.rank - 1; ++i) bits |= static_cast<uint64_t>(t.stride[i]) * t.itemsize;
+  return bits % 16 == 0;
+}
+
+cula_status resolve_target(const Request& request, const Operands& operands, Target* target) noexcept {
+  if (operands.device_type() == kDLCPU) {
+    if (request.arch != CULA_ARCH_DEVICE && request.arch != CULA_ARCH_CPU) {
+      return fail(CULA_ERR_INVALID_ARGUMENT, "%s: arch %s is asked for, but the tensors are on the CPU", request.name, arch_name(request.arch));
+    }
+    target->arch = CULA_ARCH_CPU;
+    target->sm_count = 1;
+    return CULA_OK;
+  }
+  if (request.arch == CULA_ARCH_CPU) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: arch cpu is asked for, but the tensors are on %s", request.name,
+                device_text(operands.device_type(), operands.device_id()).s);
+  }
+  if (request.arch == CULA_ARCH_DEVICE) {
+    CULA_TRY(driver::device_target(request.name, operands.device_id(), target));
+  } else {
+    target->arch = request.arch;
+    // Of the usual part, as aot/archs.py has it.
+    switch (request.arch) {
+      case CULA_ARCH_SM90: target->sm_count = 132; break;
+      case CULA_ARCH_SM120: target->sm_count = 188; break;
+      default: target->sm_count = 148; break;
+    }
+  }
+  if (request.sm_count > 0) target->sm_count = request.sm_count;
+  return CULA_OK;
+}
+
+}  // namespace cula
