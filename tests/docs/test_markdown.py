@@ -79,7 +79,7 @@ def test_runnable_block(needs, language, code, tmp_path):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     environment = dict(os.environ, JAX_PLATFORMS="cpu")
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), str(ROOT / "loader"), str(ROOT)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), str(ROOT / "loader")])
     if language == "python":
         command = [sys.executable, "-c", code]
     elif language == "bash":
