@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env artifacts verify list test test-gpu bench lint clean distclean
+.PHONY: help env artifacts verify list test test-gpu bench wheel lint clean distclean
 
 help: ## this list
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -39,6 +39,9 @@ test-gpu: $(VENV)/.test ## the tests that need a GPU
 
 bench: $(VENV)/.test ## measure every op next to its floor and its peers (needs a GPU)
 	$(RUN) -m benchmarks.run $(ARGS)
+
+wheel: artifacts ## package artifacts/ for ARCH: two wheels and a tarball in dist/
+	@$(RUN) -m aot.build.wheel
 
 lint: $(VENV)/.lint ## ruff over the Python sources
 	$(VENV)/bin/ruff check .
