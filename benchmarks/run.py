@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`make bench`: what this machine reaches, beside the floor and the peers. Writes Markdown, JSON and a plot.
 
-With a GPU: decode of every family and shape, host time, cold start, import time, accuracy, and the cpu arch. Without: the last
+With a GPU: decode of every family and shape, the gate and norm ops, host time, cold start, import time, accuracy, and the cpu arch. Without: the last
 ones that need no GPU. Nothing is compiled on the way except the few lines of C++ whose host time is measured.
 """
 
@@ -32,8 +32,8 @@ def machine(gpu: bool) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=["decode"], default="decode", help="which operators to measure")
-    parser.add_argument("--quick", action="store_true", help="N = 1 and 128 only, one state layout")
+    parser.add_argument("--op", choices=["decode", "gates", "all"], default="all", help="which operators to measure")
+    parser.add_argument("--quick", action="store_true", help="decode: N = 1 and 128 only, one state layout; gates: T = 8192 only")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for bench.md, .json and .png")
     parser.add_argument("--no-cpu", action="store_true", help="leave out the cpu arch")
     args = parser.parse_args()
@@ -42,21 +42,27 @@ def main() -> int:
         import torch
     except ImportError:
         parser.error("the benchmark makes its tensors with torch, which is not installed")
-    from benchmarks import decode, decode_cpu, host, report
+    from benchmarks import decode, decode_cpu, gates, host, report
 
     gpu = torch.cuda.is_available()
     result = {"machine": machine(gpu), "quick": args.quick, "import": host.import_ms()}
     if gpu:
         result["cold"] = host.cold_start()
-        result["decode"] = decode.run(args.quick)
+        if args.op != "gates":
+            result["decode"] = decode.run(args.quick)
+        if args.op != "decode":
+            result["gates"] = gates.run(args.quick, result.get("decode", {}).get("copy_GBs"))
     else:
         print("no GPU: only what runs on the CPU is measured", flush=True)
-    if not args.no_cpu:
+    if not args.no_cpu and args.op != "gates":
         result["cpu"] = decode_cpu.run(args.quick)
 
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
-    (args.out / "bench.md").write_text(report.markdown(result))
+    text = report.markdown(result)
+    if "gates" in result:
+        text += "\n" + gates.markdown(result["gates"]) + "\n"
+    (args.out / "bench.md").write_text(text)
     missing = report.plot(result, args.out / "bench.png")
     print(f"\nwritten: {args.out}/bench.md, bench.json" + (f"; no plot: {missing}" if missing else ", bench.png") + "\n")
     print(report.short(result))
