@@ -162,7 +162,7 @@ cula_status Operands::read(const char* name, const DLTensor* given, uint32_t dty
     out->stride[i] = stride;
   }
   out->elements = empty ? 0 : elements;
-  if (out->elements == 0) {
+  if (empty) {  // not `elements == 0`: a product that overflowed may be 0 too
     out->data = nullptr;
     out->begin = out->end = 0;
     return CULA_OK;
