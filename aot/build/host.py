@@ -12,7 +12,8 @@ from pathlib import Path
 from aot.build import sources, toolchain
 from aot.build.job import Compiled, CompileError, run_tool
 
-PATTERNS = ("aot/capi/src/*.cpp", "aot/common/cpu/*.cpp", "aot/ops/*/plan*.cpp", "aot/ops/*/cpu*.cpp")
+COMPAT = "aot/build/glibc_compat.cpp"
+PATTERNS = (COMPAT, "aot/capi/src/*.cpp", "aot/common/cpu/*.cpp", "aot/ops/*/plan*.cpp", "aot/ops/*/cpu*.cpp")
 
 ISA_FLAGS = {
     "base": (),
@@ -20,7 +21,7 @@ ISA_FLAGS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
 }
 
-# Bound into every object: the versions of pthread and dl functions that glibc 2.28 has too.
+# Included first in every source but COMPAT: binds pthread and dl functions to versions that glibc 2.28 has too.
 PRELUDE = "aot/common/cpu/glibc_compat.h"
 
 FLAGS = (
@@ -54,8 +55,7 @@ def include_dirs(root: Path) -> tuple[Path, ...]:
 
 def source_files(source: Source, root: Path) -> list[Path]:
     found = sources.include_closure(root / source.path, include_dirs(root))
-    prelude = root / PRELUDE
-    return found + ([prelude] if prelude.is_file() else [])
+    return found + ([] if source.path == COMPAT else [root / PRELUDE])
 
 
 def flags(source: Source, werror: bool) -> list[str]:
@@ -66,11 +66,10 @@ def flags(source: Source, werror: bool) -> list[str]:
 
 def command(source: Source, root: Path, werror: bool, dlpack_dir: Path) -> list:
     """Compiler command without input and output."""
-    prelude = root / PRELUDE
     includes = [word for folder in include_dirs(root) for word in ("-I", folder)]
     return [
         toolchain.cxx().path, *flags(source, werror), *includes, "-isystem", dlpack_dir, f"-ffile-prefix-map={root}=.",
-        *(["-include", prelude] if prelude.is_file() else []),
+        *([] if source.path == COMPAT else ["-include", root / PRELUDE]),
     ]  # fmt: skip
 
 

@@ -38,12 +38,19 @@ def print_failures(failures: list[tuple[str, str]], logs: Path) -> None:
     groups: dict[str, list[str]] = defaultdict(list)
     for name, text in failures:
         (logs / _log_name(name)).write_text(text)
-        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("$ ")]
-        errors = [line for line in lines if "error" in line.lower() and not line.startswith("File ")]
-        groups[(errors[:1] or lines[-1:] or ["no message"])[0][:300]].append(name)
+        groups[_message(text)[:300]].append(name)
     say(f"\n{len(failures)} failed:")
     for message, names in groups.items():
         say(f"  {message}\n      {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}; whole message: {logs / _log_name(names[0])}")
+
+
+def _message(text: str) -> str:
+    """The line that says what is wrong: the first of the most telling kind."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("$ ")]
+    for kind in ("undefined reference", " error: ", "error: ", "Error"):
+        if found := [line for line in lines if kind in line and not line.startswith(("File ", "collect2"))]:
+            return found[0]
+    return lines[-1] if lines else "no message"
 
 
 def _log_name(name: str) -> str:

@@ -11,7 +11,8 @@ import ast
 import re
 from pathlib import Path
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
+# Also what is included through a macro: #define CULA_PARAMS_FILE "aot/ops/gates/params_gate.def"
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*(?:include|define[ \t]+\w+)[ \t]*"([^"\n]+)"', re.M)
 
 
 class SourceError(RuntimeError):
