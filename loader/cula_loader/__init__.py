@@ -4,11 +4,11 @@
     library.py     libcula.so, errors as exceptions                           ops.py        operands and options of each op
     dlpack.py      operands into DLTensors                                    producers.py  what is known of each framework
     stream.py      stream arguments                                           cuda.py       cubins on GPUs, through cuda-python
-    call.py        one call, fast path and slow path                          devices.py    which GPUs there are
+    dispatch.py    one call, fast path and slow path                          devices.py    which GPUs there are
     errors.py      what is raised
 """
 
-from .call import Query, Requirements, call, empty, last_kernels, prepare
+from .dispatch import Query, Requirements, call, empty, last_kernels, prepare
 from .dlpack import Spec
 from .errors import (ArtifactError, CudaError, CulaError, InternalError, InvalidArgumentError, NotFoundError, OutOfMemoryError,
                      UnsupportedError, VersionError, WorkspaceError)

@@ -131,7 +131,7 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
         bound = False
         if producer is not None and producer.fast and (producer.checks_types or _all_of(kind, objects)):
             grad = producer.grad_enabled
-            if grad is None or not grad() or not _requires_grad(objects):
+            if grad is None or not grad() or not producer.any_requires_grad(*objects):
                 state.objects.value = id(objects) + _TUPLE_ITEMS
                 state.longs[_STREAM] = -1 if handle is None else handle
                 try:
@@ -171,17 +171,6 @@ def _all_of(kind: type, objects: tuple) -> bool:
         if x is not None and type(x) is not kind:
             return False
     return True
-
-
-def _requires_grad(objects: tuple) -> bool:
-    """Whether a torch operand would be recorded. Operands of other kinds go the slow way, which looks at each."""
-    try:
-        for x in objects:
-            if x is not None and x.requires_grad:
-                return True
-    except AttributeError:
-        return True
-    return False
 
 
 def _bind_slow(state: _State, prepared: _Prepared, objects: tuple, handle: int | None, donate: bool, fresh: tuple[str, ...]) -> list:

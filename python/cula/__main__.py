@@ -1,0 +1,56 @@
+"""python -m cula info | selftest"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from . import info
+
+
+def print_info(facts: dict) -> None:
+    artifacts, devices = facts["artifacts"], facts["devices"]
+    print(f"cula {facts['version']}")
+    if artifacts["error"]:
+        print(f"artifacts: none usable\n  {artifacts['error']}")
+    else:
+        print(f"artifacts: {artifacts['path']} (version {artifacts['version']}{'' if artifacts['complete'] else ', an incomplete build'})")
+        for arch, ops in artifacts["kernels"].items():
+            print(f"  {arch:6} {sum(ops.values()):4} kernels: {', '.join(f'{op} {count}' for op, count in ops.items())}")
+    bindings = facts["cuda_bindings"]
+    print(f"cuda-bindings: {bindings or 'not installed (GPU calls from Python need it)'}")
+    print(f"driver: {'CUDA ' + facts['driver']['cuda'] if facts['driver']['cuda'] else 'none'}")
+    if facts["driver"]["problem"]:
+        print(f"  {facts['driver']['problem']}")
+    can_cpu = not artifacts["error"]
+    print(f"cpu: {'can run' if can_cpu else 'cannot run: there are no artifacts'}")
+    for d in devices:
+        verdict = "can run" if not d["problem"] else f"cannot run: {d['problem']}"
+        print(f"cuda:{d['ordinal']}: {d['name']}, compute capability {d['compute_capability']}, {d['sm_count']} SMs: {verdict}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cula", description="What this installation of cula has, and whether it works.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("info", help="version, artifacts, archs, ops, kernels; the GPUs seen, and why each can or cannot run")
+    command.add_argument("--json", action="store_true", help="the same as one JSON object")
+    command = commands.add_parser("selftest", help="decode on the CPU, and on each GPU that can run, against a float64 recurrence")
+    command.add_argument("--device", default="all", help="all (the default), cpu, or cuda")
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        facts = info()
+        if options.json:
+            print(json.dumps(facts, indent=2))
+        else:
+            print_info(facts)
+        return 0
+    if options.device not in ("all", "cpu", "cuda"):
+        parser.error(f"--device {options.device}: allowed: all, cpu, cuda")
+    from ._selftest import selftest
+
+    return selftest(options.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
