@@ -7,8 +7,8 @@
 A wheel is a zip file with three text files more, so this is written out here instead of depending on a build backend: the order of
 entries, their times and their modes are what makes the result reproducible, and backends differ in all three between versions.
 
-The artifacts of one arch set are the package `cula_artifacts_<archs>`, which the loader finds by its entry point in the group
-`cula.artifacts`, without importing it.
+The artifacts of one arch set are in the folder `cula_artifacts/<archs>/`, with no __init__.py: the wheels of several arch sets can be
+installed side by side, and the loader takes the one that fits the machine.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def build(artifacts: Path, out: Path) -> list[Path]:
                      "Requires-Dist: cuda-bindings>=12.8; extra == 'gpu'", "Provides-Extra: gpu"], readme, python_files()),
         write_wheel(out, name, version, TAG,
                     [f"Summary: cula kernels for {archs.replace('-', ', ')}: shared library, cubins, headers", *common],
-                    readme, {f"{name}/{path}": content for path, content in files.items()} | {
-                        f"{name}/__init__.py": b'"""Artifacts of cula: files only. cula_loader finds this folder by its entry point."""\n',
-                        f"{name}-{version}.dist-info/entry_points.txt": f"[cula.artifacts]\n{archs} = {name}\n".encode()}),
+                    readme, {f"cula_artifacts/{archs}/{path}": content for path, content in files.items()}),
     ]
     examples = {path.relative_to(ROOT).as_posix(): path.read_bytes()
                 for path in sorted((ROOT / "examples").rglob("*"))

@@ -11,8 +11,9 @@ from . import abi
 from .errors import ArtifactError, VersionError
 
 SCHEMA = 1
+SAME_VERSION = "install one version of both: pip install cula==<version> cula_artifacts_<arch>==<version>"
 PACKAGE = "cula_artifacts"  # what the artifact wheels install
-BUILD_HINT = ("build them with `make artifacts ARCH=<arch>` in the source tree, install a cula_artifacts_<arch> wheel, or set CULA_ARTIFACTS "
+BUILD_HINT = ("build them with `make artifacts ARCH=<arch>` in the source tree, install a wheel (pip install cula_artifacts_<arch>), or set CULA_ARTIFACTS "
               "to a folder that has manifest.json")
 
 
@@ -108,12 +109,12 @@ def read(root: Path) -> Artifacts:
     top = _Entry(path, "", whole)
     schema = top.get("schema", int)
     if schema != SCHEMA:
-        raise VersionError(f"{path}: schema {schema}, this loader reads {SCHEMA}; install a loader and artifacts of the same version")
+        raise VersionError(f"{path}: schema {schema}, this loader reads {SCHEMA}; {SAME_VERSION}")
     version = top.get("package_version", str)
     major, minor = (top.entry("abi").get(part, int) for part in ("major", "minor"))
     if major != abi.VERSION[0] or minor < abi.VERSION[1]:
         raise VersionError(f"{path}: ABI {major}.{minor}, this loader needs {abi.VERSION[0]}.{abi.VERSION[1]} or a later minor version; "
-                           "install a loader and artifacts of the same version")
+                           f"{SAME_VERSION}")
     library = top.entry("library")
     kernels = {}
     for index, value in enumerate(top.get("kernels", list)):

@@ -41,13 +41,13 @@ class Library:
             try:
                 function = getattr(self.gil if name == "cula_bind_objects" else self.c, name)
             except AttributeError:
-                raise errors.VersionError(f"{path} has no {name}: it is older than this loader ({_dots(abi.VERSION)})") from None
+                raise errors.VersionError(f"{path} has no {name}: it is older than this loader ({_dots(abi.VERSION)}); {artifacts.SAME_VERSION}") from None
             function.restype, function.argtypes = result, arguments
         number = self.c.cula_version()
         self.version = (number >> 16, number >> 8 & 255, number & 255)
         if self.version[0] != abi.VERSION[0] or self.version[:2] < abi.VERSION[:2]:
             raise errors.VersionError(f"{path} is version {_dots(self.version)}, this loader needs {abi.VERSION[0]}.{abi.VERSION[1]} or a "
-                                      "later minor version; install a loader and artifacts of the same version")
+                                      f"later minor version; {artifacts.SAME_VERSION}")
         if _dots(self.version) != described.package_version:
             raise errors.ArtifactError(f"{path} is version {_dots(self.version)}, but manifest.json beside it describes "
                                        f"{described.package_version}: they come from two builds; build or install the artifacts again")

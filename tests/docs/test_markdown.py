@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ARTIFACTS = Path(os.environ.get("CULA_ARTIFACTS", ROOT / "artifacts"))
 SKIPPED_FOLDERS = {".venv", "artifacts", "build", "dist", ".git", "node_modules", ".pytest_cache"}
 
 
@@ -89,8 +90,8 @@ def test_runnable_block(needs, language, code, tmp_path):
         source, program = tmp_path / f"block.{language}", tmp_path / "block"
         source.write_text(code)
         compiler = ["cc", "-std=c99"] if language == "c" else ["c++", "-std=c++17"]
-        library = ROOT / "artifacts/lib"
-        build = [*compiler, "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'artifacts/include'}", str(source), f"-L{library}", "-lcula",
+        library = ARTIFACTS / "lib"
+        build = [*compiler, "-Wall", "-Wextra", "-Werror", f"-I{ARTIFACTS / 'include'}", str(source), f"-L{library}", "-lcula",
                  f"-Wl,-rpath,{library}", "-o", str(program)]
         built = subprocess.run(build, capture_output=True, text=True, timeout=300)
         assert built.returncode == 0, built.stderr

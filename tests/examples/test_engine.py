@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ARTIFACTS = ROOT / "artifacts"
+ARTIFACTS = Path(os.environ.get("CULA_ARTIFACTS", ROOT / "artifacts"))
 
 
 def run(*command, check=True, **options):
