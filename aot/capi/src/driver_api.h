@@ -15,7 +15,7 @@ using Library = void*;
 using Kernel = void*;
 using Function = void*;
 
-constexpr Result kSuccess = 0, kErrorInvalidValue = 1, kErrorOutOfMemory = 2, kErrorNotInitialized = 3, kErrorInvalidImage = 200,
+constexpr Result kSuccess = 0, kErrorInvalidValue = 1, kErrorOutOfMemory = 2, kErrorInvalidImage = 200,
                  kErrorNoBinaryForGpu = 209, kErrorInvalidPtx = 218, kErrorUnsupportedPtxVersion = 222, kErrorInvalidSource = 300,
                  kErrorNotFound = 500;
 constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75, kAttributeMinor = 76;  // CUdevice_attribute
