@@ -11,6 +11,7 @@ from . import abi
 from .errors import ArtifactError, VersionError
 
 SCHEMA = 1
+AGAIN = "build or install the artifacts again"
 SAME_VERSION = "install one version of both: pip install cula==<version> cula_artifacts_<arch>==<version>"
 PACKAGE = "cula_artifacts"  # what the artifact wheels install
 BUILD_HINT = ("build them with `make artifacts ARCH=<arch>` in the source tree, install a wheel (pip install cula_artifacts_<arch>), or set CULA_ARTIFACTS "
@@ -37,6 +38,7 @@ class Artifacts:
     package_version: str
     complete: bool
     library: Path
+    library_size: int
     library_sha256: str
     kernels: dict[str, Kernel]
 
@@ -55,7 +57,7 @@ def check_sha256(path: Path, content: bytes, expected: str) -> None:
     found = hashlib.sha256(content).hexdigest()
     if found != expected:
         raise ArtifactError(f"{path}: sha256 {found}, but the manifest says {expected}: the file was damaged or comes from another build; "
-                            "build or install the artifacts again")
+                            + AGAIN)
 
 
 def find() -> Path:
@@ -105,7 +107,7 @@ def read(root: Path) -> Artifacts:
     try:
         whole = json.loads(text)
     except ValueError as error:
-        raise ArtifactError(f"{path}: not JSON ({error}); build or install the artifacts again") from None
+        raise ArtifactError(f"{path}: not JSON ({error}); {AGAIN}") from None
     top = _Entry(path, "", whole)
     schema = top.get("schema", int)
     if schema != SCHEMA:
@@ -120,9 +122,10 @@ def read(root: Path) -> Artifacts:
     for index, value in enumerate(top.get("kernels", list)):
         kernel = _kernel(root, _Entry(path, f"kernels[{index}]", value))
         if kernel.id in kernels:
-            raise ArtifactError(f"{path}: kernel {kernel.id} appears twice")
+            raise ArtifactError(f"{path}: kernel {kernel.id} appears twice; {AGAIN}")
         kernels[kernel.id] = kernel
-    return Artifacts(root, version, top.get("complete", bool), _inside(root, library), library.get("sha256", str), kernels)
+    return Artifacts(root, version, top.get("complete", bool), _inside(root, library), library.get("size", int),
+                     library.get("sha256", str), kernels)
 
 
 def _kernel(root: Path, entry: _Entry) -> Kernel:
@@ -153,7 +156,7 @@ class _Entry:
     def __init__(self, path: Path, where: str, value):
         self.path, self.where, self.value = path, where, value
         if not isinstance(value, dict):
-            raise ArtifactError(f"{path}: {where or 'top level'} is {type(value).__name__}, not an object")
+            raise ArtifactError(f"{path}: {where or 'top level'} is {type(value).__name__}, not an object; {AGAIN}")
 
     def get(self, key: str, kind: type):
         if key not in self.value:
@@ -167,4 +170,4 @@ class _Entry:
         return _Entry(self.path, f"{self.where}.{key}".lstrip("."), self.get(key, dict))
 
     def error(self, key: str, text: str) -> ArtifactError:
-        return ArtifactError(f"{self.path}: {self.where}{'.' if self.where else ''}{key} {text}; build or install the artifacts again")
+        return ArtifactError(f"{self.path}: {self.where}{'.' if self.where else ''}{key} {text}; {AGAIN}")

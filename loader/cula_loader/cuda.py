@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 
 from . import abi
-from .artifacts import check_sha256
+from .artifacts import AGAIN, check_sha256
 from .errors import ArtifactError, CudaError, InvalidArgumentError, UnsupportedError
 from .library import Library, library
 
@@ -139,14 +139,13 @@ def _load(lib: Library, device: Gpu, index: int):
         entry = lib.artifacts.kernels.get(info.id)
         if entry is None or entry.cubin is None:
             raise ArtifactError(f"{lib.artifacts.root}/manifest.json has no kernel {info.id}, which the library beside it plans for: they "
-                                "come from two builds; build or install the artifacts again")
+                                f"come from two builds; {AGAIN}")
         if entry.param_sizes != info.param_sizes or entry.entry_symbol != info.entry_symbol:
-            raise ArtifactError(f"{info.id}: the manifest and the library disagree on its parameters or entry symbol; build or install the "
-                                "artifacts again")
+            raise ArtifactError(f"{info.id}: the manifest and the library disagree on its parameters or entry symbol; {AGAIN}")
         try:
             image = entry.cubin.read_bytes()
         except OSError as error:
-            raise ArtifactError(f"{entry.cubin}: {error.strerror}; build or install the artifacts again") from None
+            raise ArtifactError(f"{entry.cubin}: {error.strerror}; {AGAIN}") from None
         check_sha256(entry.cubin, image, entry.cubin_sha256)
         loaded = check(driver.cuLibraryLoadData(image, [], [], 0, [], [], 0), f"{info.id}: cuLibraryLoadData")
         kernel = check(driver.cuLibraryGetKernel(loaded, info.entry_symbol.encode()), f"{info.id}: cuLibraryGetKernel")

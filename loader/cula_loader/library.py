@@ -34,9 +34,12 @@ class Library:
         self._kernels: dict[int, KernelInfo] = {}
         path = str(described.library)
         try:
+            if (size := described.library.stat().st_size) != described.library_size:  # opening a truncated one ends the process
+                raise errors.ArtifactError(f"{path} has {size} bytes, but the manifest says {described.library_size}: the file was damaged or "
+                                           f"comes from another build; {artifacts.AGAIN}")
             self.c, self.gil = ctypes.CDLL(path), ctypes.PyDLL(path)
         except OSError as error:
-            raise errors.ArtifactError(f"{path} does not open: {error}; build or install the artifacts again") from None
+            raise errors.ArtifactError(f"{path} does not open: {error}; {artifacts.AGAIN}") from None
         for name, (result, arguments) in abi.FUNCTIONS.items():
             try:
                 function = getattr(self.gil if name == "cula_bind_objects" else self.c, name)
@@ -50,7 +53,7 @@ class Library:
                                       f"later minor version; {artifacts.SAME_VERSION}")
         if _dots(self.version) != described.package_version:
             raise errors.ArtifactError(f"{path} is version {_dots(self.version)}, but manifest.json beside it describes "
-                                       f"{described.package_version}: they come from two builds; build or install the artifacts again")
+                                       f"{described.package_version}: they come from two builds; {artifacts.AGAIN}")
 
     @property
     def kernel_count(self) -> int:
