@@ -5,10 +5,12 @@
 //   A_ij = sum_c k_ic k_jc 2^{G_ic - G_jc}  (j < i)      P_ij likewise with q  (j <= i)
 //   T = (I + diag(beta) A)^-1 diag(beta)
 //
-// A block of 128 threads makes one record at a time and walks over them (persistent grid). For elementwise work, a thread
-// owns 2 channels of the 16 tokens of a sub-chunk: the prefix sum stays in its registers. Score products anchor the exponent
-// at the start of the sub-chunk: 2^{G_i - G_s} and 2^{G_s - G_j}. The second factor is at least 1 and overflows when a
-// channel decays by more than 2^-126 inside 16 tokens (a softplus gate can); such records take the exact path below.
+// A block of 4 warps makes one record at a time and walks over them (persistent grid). For elementwise work, warp w owns tokens
+// 8 w to 8 w + 7 (an octet; two make a sub-chunk) and a lane 4 channels of them. Score products anchor the exponent at the
+// start of the sub-chunk: 2^{G_i - G_s} and 2^{G_s - G_j}. The second factor is at least 1 and overflows when a channel decays
+// by more than 2^-126 inside 16 tokens (a softplus gate can); such records take the exact path below.
+//
+// Loops over tokens are rolled where registers allow it: unrolled, the kernel waited for instructions a third of its time.
 #ifdef CULA_EMULATE
 #include "dev/emulate.h"
 #else
@@ -21,8 +23,9 @@ using namespace cula::dev;
 
 constexpr int kThreads = 128;
 constexpr int kBlocksPerSm = 4;
-// Largest decay of a channel within a sub-chunk, in log2, that the anchored products may see. The safe gate reaches 115.4.
-constexpr float kAnchoredRange = 120.f;
+// Largest decay of a channel within an octet, in log2, that the anchored products may see: two of them stay below 2^126.
+// The safe gate reaches 57.7.
+constexpr float kAnchoredRange = 60.f;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -32,8 +35,8 @@ constexpr int kHalf32 = kChunk * 128, kHalf16 = kSub * 128;  // bytes between th
 constexpr int kSmemRawK = kRecordBytes;              // raw k; later the score operands {k_j / decay, sub 0; Kh, sub 1}
 constexpr int kSmemRawQ = kSmemRawK + 2 * kHalf32;   // raw q; later {k_j to the sub-chunk's end, sub 0; Qh, sub 1}
 constexpr int kSmemInv1 = kSmemRawQ + 2 * kHalf32;   // k_j / decay, sub 1
-constexpr int kSmemTot = kSmemInv1 + 2 * kHalf16;    // float [2][128]: log2 decay of each sub-chunk
-constexpr int kSmemNorm = kSmemTot + 2 * kDim * 4;   // float2 [32]: factors of k and q
+constexpr int kSmemTot = kSmemInv1 + 2 * kHalf16;    // float [4][128]: log2 decay of each octet
+constexpr int kSmemNorm = kSmemTot + 4 * kDim * 4;   // float2 [32]: factors of k and q
 constexpr int kSmemBeta = kSmemNorm + kChunk * 8;    // float [32]
 constexpr int kPitch = 20;                           // floats; 16x16 matrices, rows 16-byte aligned
 constexpr int kMat = kSub * kPitch * 4;
@@ -43,8 +46,9 @@ constexpr int kSmemL10 = kSmemL1 + kMat;             // and the block below the 
 constexpr int kSmemX0 = kSmemL10 + kMat;             // inverses of I + L0, I + L1
 constexpr int kSmemX1 = kSmemX0 + kMat;
 constexpr int kSmemY = kSmemX1 + kMat;
-constexpr int kSmemBytes = kSmemY + kMat;            // dynamic shared memory of a launch
-static_assert(kSmemBytes == 58752, "the plan's figure");
+constexpr int kSmemWork = kSmemY + kMat;             // Work [2]
+constexpr int kSmemBytes = kSmemWork + 128;          // dynamic shared memory of a launch
+static_assert(kSmemBytes == 59904, "the plan's figure");
 
 enum DtypeCode { kF32 = 0, kBf16 = 1, kFp16 = 2, kAbsent = 3 };
 CULA_DEV int mode(int modes, int shift, int bits) { return (modes >> shift) & ((1 << bits) - 1); }
@@ -65,14 +69,26 @@ CULA_DEV int tile_offset(int half_bytes, int row, int unit) {
 // Byte offset of element (i, j) of P or T.
 CULA_DEV int score_offset(int i, int j) { return i * 64 + ((((j >> 3) ^ (i >> 1)) & 3) << 4) + (j & 7) * 2; }
 
-// acc += A B^T over 128 channels; A: 16 token rows from a_row of tile a, B: 16 token rows from b_row of tile b.
-CULA_DEV void score(float (&acc)[2][4], const uint8_t* a, int a_half, int a_row, const uint8_t* b, int b_half, int b_row, int lane) {
-  const int r = lane & 15, u = lane >> 4;
+// A tile's 16 token rows as ldmatrix wants them: this lane's row address for channels 0 to 15; `half` bytes to channel 64.
+struct Rows {
+  const uint8_t* p;
+  int half;
+};
+CULA_DEV Rows rows(const uint8_t* tile, int half_bytes, int first, int lane) {
+  return {tile + tile_offset(half_bytes, first + (lane & 15), lane >> 4), half_bytes};
+}
+// The same for channels 16 ks to 16 ks + 15: two units further, which the permutation turns into an exclusive or.
+CULA_DEV const uint8_t* step(const Rows& r, int ks) {
+  return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(r.p) ^ ((ks & 3) << 5)) + (ks >> 2) * r.half;
+}
+
+// acc += A B^T over 128 channels for 16 rows each
+CULA_DEV void score(float (&acc)[2][4], const Rows& a, const Rows& b) {
 #pragma unroll
   for (int ks = 0; ks < kDim / 16; ++ks) {
     uint32_t fa[4], fb[4];
-    ldmatrix_x4(fa, a + tile_offset(a_half, a_row + r, ks * 2 + u));
-    ldmatrix_x4(fb, b + tile_offset(b_half, b_row + r, ks * 2 + u));
+    ldmatrix_x4(fa, step(a, ks));
+    ldmatrix_x4(fb, step(b, ks));
     mma_bf16(acc[0], fa, fb[0], fb[2]);
     mma_bf16(acc[1], fa, fb[1], fb[3]);
   }
@@ -151,110 +167,138 @@ struct Args {
   float scale, lower_bound;
 };
 
-// A record to make: its first token, how many of its 32 tokens exist.
-struct Item {
-  int chunk, head, valid, batch;
-  int64_t token;
+// 4 channels of one token
+#if defined(CULA_GATE_F32)
+using GateQuad = float4;
+CULA_DEV void unpack_gate(float (&x)[4], const float4& g, bool) { x[0] = g.x; x[1] = g.y; x[2] = g.z; x[3] = g.w; }
+constexpr int kGateBytes = 4;
+#else
+using GateQuad = uint2;
+CULA_DEV void unpack_gate(float (&x)[4], const uint2& g, bool bf16) {
+  const float2 a = bf16 ? unpack_bf16(g.x) : unpack_fp16(g.x), b = bf16 ? unpack_bf16(g.y) : unpack_fp16(g.y);
+  x[0] = a.x; x[1] = a.y; x[2] = b.x; x[3] = b.y;
+}
+constexpr int kGateBytes = 2;
+#endif
+
+// A record to make: the addresses of its first token, how many of its 32 tokens exist. One warp works them out for the block,
+// two records ahead: the divisions and 64-bit products are too many instructions for every warp.
+struct alignas(16) Work {
+  const uint8_t *q, *k, *gate, *beta;
+  int valid, chunk, head, unused;
 };
+static_assert(sizeof(Work) == 48, "");
 
 // Virtual chunk index of the first chunk of sequence s. Intervals of different sequences are disjoint, because a sequence of
 // n tokens that starts at t has at most floor((t + n) / 32) - floor(t / 32) + 1 chunks. No prefix sum, no host read.
 CULA_DEV int64_t first_chunk(const Args& a, int64_t s) { return load_index(a.cu, s, mode(a.modes, 12, 2)) / kChunk + s; }
 
-// The first item at or after `i` (stepping by the grid) that has a token; chunk = a.chunks if none is left.
-CULA_DEV Item next_item(const Args& a, int64_t i, int64_t step, int64_t& at) {
-  Item it;
-  for (; i < static_cast<int64_t>(a.chunks) * a.hv; i += step) {
+// The first record at or after number `i` (stepping by the grid) that has a token; chunk = a.chunks if none is left. Returns
+// the number after it. The plan keeps chunks * hv below 2^31 (62 TB of records).
+CULA_DEV uint32_t find_work(const Args& a, uint32_t i, uint32_t step, Work& w) {
+  const uint32_t total = static_cast<uint32_t>(a.chunks) * a.hv;
+  const int code = mode(a.modes, 12, 2);
+  for (; i < total; i += step) {
     // Groups of heads outermost: the chains of a group run at the same time in the state kernel, and want their records so.
-    const int64_t group_items = static_cast<int64_t>(a.chunks) * a.head_group;
-    const int group = static_cast<int>(i / group_items), head0 = group * a.head_group;
-    const int64_t rest = i - group * group_items;
-    const int heads = a.hv - head0 < a.head_group ? a.hv - head0 : a.head_group;
-    it.chunk = static_cast<int>(rest / heads);
-    it.head = head0 + static_cast<int>(rest - static_cast<int64_t>(it.chunk) * heads);
-    int64_t left;
-    if (mode(a.modes, 12, 2) == 0) {
+    const uint32_t group_items = static_cast<uint32_t>(a.chunks) * a.head_group;
+    const uint32_t group = i / group_items, rest = i - group * group_items;
+    const int head0 = group * a.head_group;
+    const uint32_t heads = a.hv - head0 < a.head_group ? a.hv - head0 : a.head_group;
+    const int chunk = rest / heads, head = head0 + static_cast<int>(rest - chunk * heads);
+    int64_t token, left, batch = 0;
+    if (code == 0) {
       const int per = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
-      it.batch = it.chunk / per;
-      it.token = static_cast<int64_t>(it.chunk - it.batch * per) * kChunk;
-      left = a.tokens - it.token;
+      batch = chunk / per;
+      token = static_cast<int64_t>(chunk - static_cast<int>(batch) * per) * kChunk;
+      left = a.tokens - token;
     } else {
       int lo = 0, hi = a.sequences;  // the last s with first_chunk(s) <= chunk; first_chunk grows strictly
       while (hi - lo > 1) {
         const int mid = (lo + hi) >> 1;
-        if (first_chunk(a, mid) <= it.chunk) lo = mid; else hi = mid;
+        if (first_chunk(a, mid) <= chunk) lo = mid; else hi = mid;
       }
-      const int code = mode(a.modes, 12, 2);
       const int64_t start = load_index(a.cu, lo, code), end = load_index(a.cu, lo + 1, code);
-      it.batch = 0;
-      it.token = start + (it.chunk - (start / kChunk + lo)) * kChunk;
-      left = it.token >= start ? end - it.token : 0;
+      token = start + (chunk - (start / kChunk + lo)) * kChunk;
+      left = token >= start ? end - token : 0;
     }
     if (left > 0) {
-      it.valid = left < kChunk ? static_cast<int>(left) : kChunk;
-      at = i;
-      return it;
+      const int h = head / a.group;
+      w.q = static_cast<const uint8_t*>(a.q) + (batch * a.q_b + token * a.q_t + h * a.q_h) * 2;
+      w.k = static_cast<const uint8_t*>(a.k) + (batch * a.k_b + token * a.k_t + h * a.k_h) * 2;
+      w.gate = static_cast<const uint8_t*>(a.gate) + (batch * a.gate_b + token * a.gate_t + head * a.gate_h) * kGateBytes;
+      w.beta = static_cast<const uint8_t*>(a.beta) + (batch * a.beta_b + token * a.beta_t + head * a.beta_h) * (mode(a.modes, 9, 2) == kF32 ? 4 : 2);
+      w.valid = left < kChunk ? static_cast<int>(left) : kChunk;
+      w.chunk = chunk;
+      w.head = head;
+      return i + step;
     }
   }
-  it.chunk = a.chunks;
-  at = i;
-  return it;
+  w.chunk = a.chunks;
+  w.valid = 0;
+  return i;
 }
 
-#if defined(CULA_GATE_F32)
-using GatePair = float2;
-CULA_DEV float2 unpack_gate(float2 x, bool) { return x; }
-CULA_DEV GatePair no_gate() { return make_float2(0.f, 0.f); }
-constexpr int kGateBytes = 4;
-#else
-using GatePair = uint32_t;
-CULA_DEV float2 unpack_gate(uint32_t x, bool bf16) { return bf16 ? unpack_bf16(x) : unpack_fp16(x); }
-CULA_DEV GatePair no_gate() { return 0u; }
-constexpr int kGateBytes = 2;
-#endif
-
 // Global loads of one record, in flight while the previous record is finished.
+constexpr int kOctet = 8;
 struct Prefetch {
-  GatePair gate[kSub];  // 2 channels of 16 tokens
-  float2 dt_bias;
+  GateQuad gate[kOctet];
+  float dt_bias[4];
   float a_log, beta;
 };
 
-CULA_DEV void prefetch_regs(const Args& a, const Item& it, int tid, Prefetch& p) {
-  const int pair = tid & 63, sub = tid >> 6;
-  const uint8_t* gate = static_cast<const uint8_t*>(a.gate) +
-                        (it.batch * a.gate_b + (it.token + sub * kSub) * a.gate_t + it.head * a.gate_h + 2 * pair) * kGateBytes;
+CULA_DEV void prefetch_regs(const Args& a, const Work& w, int tid, Prefetch& p) {
+  const int quad = tid & 31, octet = tid >> 5;
+  const int64_t row = a.gate_t * kGateBytes;
+  const uint8_t* gate = w.gate + octet * kOctet * row + 4 * quad * kGateBytes;
+  const int valid = w.valid, head = w.head;
 #pragma unroll
-  for (int t = 0; t < kSub; ++t) {
-    p.gate[t] = sub * kSub + t < it.valid ? *reinterpret_cast<const GatePair*>(gate) : no_gate();
-    gate += a.gate_t * kGateBytes;
+  for (int t = 0; t < kOctet; ++t) {
+    p.gate[t] = GateQuad{};
+    if (octet * kOctet + t < valid) p.gate[t] = *reinterpret_cast<const GateQuad*>(gate);
+    gate += row;
   }
-  p.dt_bias = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) p.dt_bias[e] = 0.f;
   p.a_log = p.beta = 0.f;
   if (mode(a.modes, 0, 1)) {
     const int dd = mode(a.modes, 5, 2), ad = mode(a.modes, 3, 2);
-    if (dd != kAbsent) {
-      p.dt_bias.x = load_scalar(a.dt_bias, static_cast<int64_t>(it.head) * kDim + 2 * pair, dd);
-      p.dt_bias.y = load_scalar(a.dt_bias, static_cast<int64_t>(it.head) * kDim + 2 * pair + 1, dd);
+    const int64_t i = static_cast<int64_t>(head) * kDim + 4 * quad;
+    if (dd == kF32) {  // aligned to 16 bytes like every tensor
+      const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(a.dt_bias) + i);
+      p.dt_bias[0] = x.x; p.dt_bias[1] = x.y; p.dt_bias[2] = x.z; p.dt_bias[3] = x.w;
+    } else if (dd != kAbsent) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p.dt_bias[e] = load_scalar(a.dt_bias, i + e, dd);
     }
-    if (ad != kAbsent) p.a_log = load_scalar(a.a_log, it.head, ad);
+    if (ad != kAbsent) p.a_log = load_scalar(a.a_log, head, ad);
   }
-  if (tid < it.valid) p.beta = load_scalar(a.beta, it.batch * a.beta_b + (it.token + tid) * a.beta_t + it.head * a.beta_h, mode(a.modes, 9, 2));
+  if (tid < valid) p.beta = load_scalar(w.beta, tid * a.beta_t, mode(a.modes, 9, 2));
 }
 
-CULA_DEV void prefetch_qk(const Args& a, const Item& it, int tid, uint8_t* smem) {
-  const int h = it.head / a.group;
-  const uint16_t* q = static_cast<const uint16_t*>(a.q) + it.batch * a.q_b + it.token * a.q_t + h * a.q_h;
-  const uint16_t* k = static_cast<const uint16_t*>(a.k) + it.batch * a.k_b + it.token * a.k_t + h * a.k_h;
+CULA_DEV void prefetch_qk(const Args& a, const Work& w, int tid, uint8_t* smem) {
+  const int row = tid >> 4, unit = tid & 15, valid = w.valid;
+  const uint8_t *q = w.q + row * a.q_t * 2 + unit * 16, *k = w.k + row * a.k_t * 2 + unit * 16;
+  uint8_t* to = smem + kSmemRawK + tile_offset(kHalf32, row, unit);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = (tid >> 4) + i * 8, unit = tid & 15;
-    const bool ok = row < it.valid;
-    const int r = ok ? row : 0;  // an address that exists
-    cp_async16(smem + kSmemRawK + tile_offset(kHalf32, row, unit), k + r * a.k_t + unit * 8, ok);
-    cp_async16(smem + kSmemRawQ + tile_offset(kHalf32, row, unit), q + r * a.q_t + unit * 8, ok);
+  for (int i = 0; i < 4; ++i) {  // 8 tokens on: 1024 bytes
+    const bool inside = row + 8 * i < valid;
+    cp_async16(to + i * 1024, k, inside);
+    cp_async16(to + (kSmemRawQ - kSmemRawK) + i * 1024, q, inside);
+    q += a.q_t * 16;
+    k += a.k_t * 16;
   }
   cp_async_commit();
+}
+
+// A record's inputs to L2, one record ahead of the loads: those then wait for L2 and not for memory.
+CULA_DEV void prefetch_far(const Args& a, const Work& w, int tid) {
+  const int row = (tid & 63) >> 1, part = (tid & 1) * 128;
+  if (row < w.valid) {
+    const uint8_t* x = tid < 64 ? w.q + row * a.q_t * 2 : w.k + row * a.k_t * 2;
+    prefetch_l2(x + part);
+    if (kGateBytes == 4) prefetch_l2(w.gate + row * a.gate_t * 4 + (tid >> 6) * 256 + part);
+    else if (tid < 64) prefetch_l2(w.gate + row * a.gate_t * 2 + part);
+  }
 }
 
 CULA_DEV float softplus(float x) {
@@ -264,28 +308,55 @@ CULA_DEV float softplus(float x) {
   return e < 0.03125f ? e * (1.f - e * (0.5f - e * (0.33333333f - e * 0.25f))) : lg2(1.f + e) * kLn2;
 }
 
-// log2 decay of one element
+// log2 decay of one element. scale, shift: folded constants of the head and channel.
 enum GateForm { kLog, kSoftplus, kSafe };
 template <int kForm>
-CULA_DEV float decay_log2(float x, float dt_bias, float a, float lower_bound) {
+CULA_DEV float decay_log2(float x, float scale, float shift, float outer) {
   if (kForm == kLog) return x * kLog2e;
-  if (kForm == kSoftplus) return -a * kLog2e * softplus(x + dt_bias);
-  return lower_bound * kLog2e * rcp(1.f + ex2(-kLog2e * a * (x + dt_bias)));
+  if (kForm == kSoftplus) return outer * softplus(x + shift);
+  return outer * rcp(1.f + ex2(scale * x + shift));
 }
 
-// Inclusive prefix sums of log2 decay over the sub-chunk; tokens that do not exist do not decay.
+// Where a lane's values lie in the tiles: 8 bytes (4 channels) of token `octet * 8`; other tokens follow by at().
+struct Lane {
+  int quad, octet, base;
+};
+CULA_DEV Lane make_lane(int tid) {
+  const int quad = tid & 31, octet = tid >> 5;
+  return {quad, octet, (quad >> 4) * kHalf32 + octet * 1024 + ((quad & 15) >> 1) * 16 + (quad & 1) * 8};
+}
+CULA_DEV int at(int base, int t) { return (base ^ (t << 4)) + t * 128; }  // t in 0..7
+
+CULA_DEV float2& pair_at(uint8_t* p) { return *reinterpret_cast<float2*>(p); }
+CULA_DEV uint2& word_pair_at(uint8_t* p) { return *reinterpret_cast<uint2*>(p); }
+
+// The prefix sums of an octet wait where Kd and Qd of the same elements will be: same size, same thread.
+CULA_DEV void store_prefix(uint8_t* smem, int o, const float (&g)[4]) {
+  pair_at(smem + kRecKd + o) = make_float2(g[0], g[1]);
+  pair_at(smem + kRecQd + o) = make_float2(g[2], g[3]);
+}
+CULA_DEV void load_prefix(float (&g)[4], uint8_t* smem, int o) {
+  const float2 a = pair_at(smem + kRecKd + o), b = pair_at(smem + kRecQd + o);
+  g[0] = a.x; g[1] = a.y; g[2] = b.x; g[3] = b.y;
+}
+
+// Inclusive prefix sums of log2 decay over an octet; tokens that do not exist do not decay.
 template <int kForm>
-CULA_DEV void prefix(float2 (&g)[kSub], const Prefetch& p, int valid, bool bf16, float lower_bound) {
+CULA_DEV void prefix(float (&sum)[4], const Prefetch& p, const Lane& l, uint8_t* smem, int valid, bool bf16, float lower_bound) {
   const float a = expf(p.a_log);
-  float2 sum = make_float2(0.f, 0.f);
+  const float outer = kForm == kSafe ? lower_bound * kLog2e : -a * kLog2e, scale = -a * kLog2e;
+  float shift[4];
 #pragma unroll
-  for (int t = 0; t < kSub; ++t) {
-    const float2 x = unpack_gate(p.gate[t], bf16);
+  for (int e = 0; e < 4; ++e) { sum[e] = 0.f; shift[e] = kForm == kSafe ? scale * p.dt_bias[e] : p.dt_bias[e]; }
+#pragma unroll
+  for (int t = 0; t < kOctet; ++t) {
+    float x[4];
+    unpack_gate(x, p.gate[t], bf16);
     if (t < valid) {
-      sum.x += decay_log2<kForm>(x.x, p.dt_bias.x, a, lower_bound);
-      sum.y += decay_log2<kForm>(x.y, p.dt_bias.y, a, lower_bound);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[e] += decay_log2<kForm>(x[e], scale, shift[e], outer);
     }
-    g[t] = sum;
+    store_prefix(smem, at(l.base, t), sum);
   }
 }
 
@@ -297,112 +368,130 @@ CULA_DEV float2 unpack_io(uint32_t x) { return unpack_bf16(x); }
 CULA_DEV void mma_io(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(c, a, b0, b1); }
 #endif
 
-// The 16 prefix sums of each of a thread's two channels, and where its values lie in the tiles.
-struct Lane {
-  float2 g[kSub];
-  int pair, sub, base;  // base: byte offset of (first token of the sub-chunk, channel pair) before the permutation
-};
-CULA_DEV int lane_offset(const Lane& l, int base, int t) { return (base ^ ((t & 7) << 4)) + (t >> 3) * 1024 + (t & 7) * 128; }
+CULA_DEV void load_io(float (&x)[4], uint8_t* p, float norm) {
+  const uint2 w = word_pair_at(p);
+  const float2 a = unpack_io(w.x), b = unpack_io(w.y);
+  x[0] = a.x * norm; x[1] = a.y * norm; x[2] = b.x * norm; x[3] = b.y * norm;
+}
+CULA_DEV void store_bf16(uint8_t* p, const float (&x)[4]) { word_pair_at(p) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])); }
 
 // Scores of the diagonal blocks when an anchored factor would overflow: rare, and 5 times the elementwise work.
 // At level 0 to 3, pairs (i, j) whose numbers first differ in bit 3 - level meet at the boundary m of their block,
 // i >= m > j, and both exponents G_i - G_{m-1} and G_{m-1} - G_j are <= 0. Level 4 is the diagonal, factor 1.
 // Warp w ends with {A of sub 0, A of sub 1, P of sub 0, P of sub 1}[w].
 CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int warp, int lane) {
-  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.sub * kSub;
-  const int at = (warp & 1) * kSub;
+  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.octet * kOctet;
+  float g[kOctet][4];
+#pragma unroll
+  for (int t = 0; t < kOctet; ++t) load_prefix(g[t], smem, at(l.base, t));
+  const int first = (warp & 1) * kSub;
 #pragma unroll 1
   for (int level = 0; level < 5; ++level) {
-    const int bit = 3 - level;
 #pragma unroll
-    for (int t = 0; t < kSub; ++t) {
-      const float2 anchor = level == 0 ? l.g[7] : level == 1 ? l.g[(t & 8) + 3] : level == 2 ? l.g[(t & 12) + 1] : l.g[t & 14];
-      const bool upper = (t << level) & 8;
-      float2 f = make_float2(upper ? l.g[t].x - anchor.x : anchor.x - l.g[t].x, upper ? l.g[t].y - anchor.y : anchor.y - l.g[t].y);
-      f = level == 4 ? make_float2(1.f, 1.f) : make_float2(ex2(f.x), ex2(f.y));
-      const float2 row = upper ? f : make_float2(1.f, 1.f), col = upper ? make_float2(1.f, 1.f) : f;
-      const int o = lane_offset(l, l.base, t);
-      const float2 k = unpack_io(*reinterpret_cast<const uint32_t*>(smem + kSmemRawK + o));
-      const float2 q = unpack_io(*reinterpret_cast<const uint32_t*>(smem + kSmemRawQ + o));
+    for (int t = 0; t < kOctet; ++t) {
+      const bool upper = level == 0 ? (l.octet & 1) : (t << level) & 8;
+      float k[4], q[4], kr[4], qr[4], kc[4];
       const float2 n = norm[t];
-      *reinterpret_cast<uint32_t*>(smem + kRecKd + o) = pack_bf16(k.x * n.x * row.x, k.y * n.x * row.y);
-      *reinterpret_cast<uint32_t*>(smem + kRecQd + o) = pack_bf16(q.x * n.y * row.x, q.y * n.y * row.y);
-      *reinterpret_cast<uint32_t*>(smem + kRecKr + o) = pack_bf16(k.x * n.x * col.x, k.y * n.x * col.y);
+      const int o = at(l.base, t);
+      load_io(k, smem + kSmemRawK + o, n.x);
+      load_io(q, smem + kSmemRawQ + o, n.y);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // The boundary at level 0 is that between the octets: the end of the lower one, the start of the upper one.
+        const float anchor = level == 0 ? (upper ? 0.f : g[7][e]) : level == 1 ? g[3][e] : level == 2 ? g[(t & 4) + 1][e] : g[t & 6][e];
+        const float f = level == 4 ? 1.f : ex2(upper ? g[t][e] - anchor : anchor - g[t][e]);
+        kr[e] = upper ? k[e] * f : k[e];
+        qr[e] = upper ? q[e] * f : q[e];
+        kc[e] = upper ? k[e] : k[e] * f;
+      }
+      store_bf16(smem + kRecKd + o, kr);
+      store_bf16(smem + kRecQd + o, qr);
+      store_bf16(smem + kRecKr + o, kc);
     }
     __syncthreads();
     float s[2][4] = {};
-    score(s, smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, at, smem + kRecKr, kHalf32, at, lane);
+    score(s, rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, first, lane), rows(smem + kRecKr, kHalf32, first, lane));
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = acc_row(lane, e), j = acc_col(lane, n, e);
-        if (level == 4 ? i == j : i > j && ((i ^ j) >> bit) == 1) acc[n][e] = s[n][e];
+        if (level == 4 ? i == j : i > j && ((i ^ j) >> (3 - level)) == 1) acc[n][e] = s[n][e];
       }
     __syncthreads();
   }
+#pragma unroll
+  for (int t = 0; t < kOctet; ++t) store_prefix(smem, at(l.base, t), g[t]);
 }
 
 // Kd, Qd, Kr into the record and the score operands over the raw tiles, which each thread reads where it writes.
-template <bool kExact>
+template <int kSubChunk, bool kExact>
 CULA_DEV void factors(const Lane& l, uint8_t* smem) {
-  const float* tot = reinterpret_cast<const float*>(smem + kSmemTot);
-  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm);
-  const float2 t0 = *reinterpret_cast<const float2*>(tot + 2 * l.pair), t1 = *reinterpret_cast<const float2*>(tot + kDim + 2 * l.pair);
-  const float2 e0 = make_float2(ex2(t0.x), ex2(t0.y)), e1 = make_float2(ex2(t1.x), ex2(t1.y));
-  const int kr_base = l.base - (l.pair >> 5) * (kHalf32 - 1024) + l.sub * 2048;
+  const float* tot = reinterpret_cast<const float*>(smem + kSmemTot) + 4 * l.quad;
+  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.octet * kOctet;
+  float before[4], own[4], e0[4], e1[4];  // log2 decay: of the sub-chunk before this octet, of the sub-chunk; of the two, as factors
 #pragma unroll
-  for (int t = 0; t < kSub; ++t) {
-    const int o = lane_offset(l, l.base, t);
-    const int o_kr = (kr_base ^ ((t & 7) << 4)) + (t >> 3) * 2048 + (t & 7) * 128;
-    uint32_t* raw_k = reinterpret_cast<uint32_t*>(smem + kSmemRawK + o);
-    uint32_t* raw_q = reinterpret_cast<uint32_t*>(smem + kSmemRawQ + o);
-    const float2 n = norm[l.sub * kSub + t], g = l.g[t];
-    float2 k = unpack_io(*raw_k), q = unpack_io(*raw_q);
-    k.x *= n.x; k.y *= n.x; q.x *= n.y; q.y *= n.y;
-    const float2 e = make_float2(ex2(g.x), ex2(g.y));
-    float2 kd = make_float2(k.x * e.x, k.y * e.y), qd = make_float2(q.x * e.x, q.y * e.y);
-    float2 inv = make_float2(0.f, 0.f), end;  // end: k to the end of its sub-chunk
-    if (kExact) {
-      const float2 s = l.sub ? t1 : t0;
-      end = make_float2(k.x * ex2(s.x - g.x), k.y * ex2(s.y - g.y));
-    } else {
-      inv = make_float2(k.x * ex2(-g.x), k.y * ex2(-g.y));
-      end = l.sub ? make_float2(inv.x * e1.x, inv.y * e1.y) : make_float2(inv.x * e0.x, inv.y * e0.y);
-    }
-    if (l.sub == 0) {
-      *raw_k = pack_bf16(inv.x, inv.y);
-      *raw_q = pack_bf16(end.x, end.y);
-      end.x *= e1.x; end.y *= e1.y;
-    } else {
-      *raw_k = pack_bf16(kd.x, kd.y);
-      *raw_q = pack_bf16(qd.x, qd.y);
-      const int o_inv = o - kSub * 128 - (l.pair >> 5) * kHalf16;
-      *reinterpret_cast<uint32_t*>(smem + kSmemInv1 + o_inv) = pack_bf16(inv.x, inv.y);
-      kd.x *= e0.x; kd.y *= e0.y; qd.x *= e0.x; qd.y *= e0.y;
-    }
-    *reinterpret_cast<uint32_t*>(smem + kRecKd + o) = pack_bf16(-kd.x, -kd.y);
-    *reinterpret_cast<uint32_t*>(smem + kRecQd + o) = pack_bf16(qd.x, qd.y);
-    *reinterpret_cast<uint32_t*>(smem + kRecKr + o_kr) = pack_bf16(end.x, end.y);
+  for (int e = 0; e < 4; ++e) {
+    const float s0 = tot[e] + tot[kDim + e], s1 = tot[2 * kDim + e] + tot[3 * kDim + e];
+    before[e] = (l.octet & 1) ? tot[2 * kSubChunk * kDim + e] : 0.f;
+    own[e] = kSubChunk ? s1 : s0;
+    e0[e] = ex2(s0);
+    e1[e] = ex2(s1);
   }
-  if (l.sub == 0) {  // channel c: n = c / 8; float order [n / 2][(c % 8) / 2][n % 2][c % 2]
-    const int n = l.pair >> 2;
-    float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (n >> 1) * 16 + (l.pair & 3) * 4 + (n & 1) * 2;
-    *reinterpret_cast<float2*>(decay) = make_float2(ex2(t0.x + t1.x), ex2(t0.y + t1.y));
+  if (l.octet == 0) {  // 2^G_C of channels 4 quad + {0..3}; float order [c / 16][(c % 8) / 2][(c / 8) % 2][c % 2]
+    float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (l.quad >> 2) * 16 + (l.quad & 1) * 8 + ((l.quad >> 1) & 1) * 2;
+    const float s[4] = {tot[0] + tot[kDim] + (tot[2 * kDim] + tot[3 * kDim]), tot[1] + tot[kDim + 1] + (tot[2 * kDim + 1] + tot[3 * kDim + 1]),
+                        tot[2] + tot[kDim + 2] + (tot[2 * kDim + 2] + tot[3 * kDim + 2]), tot[3] + tot[kDim + 3] + (tot[2 * kDim + 3] + tot[3 * kDim + 3])};
+    *reinterpret_cast<float2*>(decay) = make_float2(ex2(s[0]), ex2(s[1]));
+    *reinterpret_cast<float2*>(decay + 4) = make_float2(ex2(s[2]), ex2(s[3]));
+  }
+  const int kr_base = l.base - (l.quad >> 4) * (kHalf32 - 1024) + l.octet * 1024;
+#pragma unroll 4
+  for (int t = 0; t < kOctet; ++t) {
+    const int o = at(l.base, t), o_kr = at(kr_base, t);
+    const float2 n = norm[t];
+    float k[4], q[4], g[4], kd[4], qd[4], inv[4], end[4];  // end: k to the end of its sub-chunk
+    load_io(k, smem + kSmemRawK + o, n.x);
+    load_io(q, smem + kSmemRawQ + o, n.y);
+    load_prefix(g, smem, o);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      g[e] += before[e];
+      const float f = ex2(g[e]);
+      kd[e] = k[e] * f;
+      qd[e] = q[e] * f;
+      inv[e] = kExact ? 0.f : k[e] * ex2(-g[e]);
+      end[e] = kExact ? k[e] * ex2(own[e] - g[e]) : inv[e] * (kSubChunk ? e1[e] : e0[e]);
+    }
+    if (kSubChunk == 0) {
+      store_bf16(smem + kSmemRawK + o, inv);
+      store_bf16(smem + kSmemRawQ + o, end);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) { end[e] *= e1[e]; kd[e] = -kd[e]; }
+    } else {
+      store_bf16(smem + kSmemRawK + o, kd);
+      store_bf16(smem + kSmemRawQ + o, qd);
+      store_bf16(smem + kSmemInv1 + o - kSub * 128 - (l.quad >> 4) * kHalf16, inv);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) { kd[e] *= -e0[e]; qd[e] *= e0[e]; }
+    }
+    store_bf16(smem + kRecKd + o, kd);
+    store_bf16(smem + kRecQd + o, qd);
+    store_bf16(smem + kRecKr + o_kr, end);
   }
 }
 
 // Square norms of 16 tokens of q or k: the diagonal of X X^T, whose two operands are the same fragments.
 CULA_DEV void token_norms(uint8_t* smem, int warp, int lane, bool l2norm, float scale) {
   const bool is_q = warp & 1;
-  const int at = (warp >> 1) * kSub;
+  const int first = (warp >> 1) * kSub;
   float s[2][4] = {};
   if (l2norm) {
-    const uint8_t* tile = smem + (is_q ? kSmemRawQ : kSmemRawK);
+    const Rows r = rows(smem + (is_q ? kSmemRawQ : kSmemRawK), kHalf32, first, lane);
 #pragma unroll
     for (int ks = 0; ks < kDim / 16; ++ks) {
       uint32_t f[4];
-      ldmatrix_x4(f, tile + tile_offset(kHalf32, at + (lane & 15), ks * 2 + (lane >> 4)));
+      ldmatrix_x4(f, step(r, ks));
       mma_io(s[0], f, f[0], f[2]);
       mma_io(s[1], f, f[1], f[3]);
     }
@@ -411,8 +500,8 @@ CULA_DEV void token_norms(uint8_t* smem, int warp, int lane, bool l2norm, float 
   if ((g >> 1) == (lane & 3)) {
     float* norm = reinterpret_cast<float*>(smem + kSmemNorm) + is_q;
     const float a = (g & 1) ? s[0][1] : s[0][0], b = (g & 1) ? s[1][3] : s[1][2];
-    norm[2 * (at + g)] = (l2norm ? rsqrtf(a + 1e-6f) : 1.f) * (is_q ? scale : 1.f);
-    norm[2 * (at + g + 8)] = (l2norm ? rsqrtf(b + 1e-6f) : 1.f) * (is_q ? scale : 1.f);
+    norm[2 * (first + g)] = (l2norm ? rsqrtf(a + 1e-6f) : 1.f) * (is_q ? scale : 1.f);
+    norm[2 * (first + g + 8)] = (l2norm ? rsqrtf(b + 1e-6f) : 1.f) * (is_q ? scale : 1.f);
   }
 }
 
@@ -452,93 +541,100 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
   float* const Y = reinterpret_cast<float*>(smem + kSmemY);
 
   // The state kernel may start once every block has come this far: it then finds cleared flags and waits on them.
-  const int64_t flags = static_cast<int64_t>(a.chunks) * a.hv;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + tid; i < flags; i += static_cast<int64_t>(gridDim.x) * kThreads) a.flags[i] = 0;
+  const uint32_t flags = static_cast<uint32_t>(a.chunks) * a.hv;
+  for (uint32_t i = blockIdx.x * kThreads + tid; i < flags; i += gridDim.x * kThreads) a.flags[i] = 0;
+  // P and T above the diagonal block stay zero for every record.
+  if (tid < kSub) {
+#pragma unroll
+    for (int j = kSub; j < kChunk; j += 4) {
+      word_pair_at(smem + kRecP + score_offset(tid, j)) = make_uint2(0u, 0u);
+      word_pair_at(smem + kRecT + score_offset(tid, j)) = make_uint2(0u, 0u);
+    }
+  }
   __threadfence();
   __syncthreads();
   launch_dependents();
 
-  int64_t at;
-  Item it = next_item(a, blockIdx.x, gridDim.x, at);
-  Prefetch p;
-  if (it.chunk < a.chunks) {
-    prefetch_qk(a, it, tid, smem);
-    prefetch_regs(a, it, tid, p);
+  Work* const work = reinterpret_cast<Work*>(smem + kSmemWork);  // [0], [1]: this record and the next, in turns
+  uint32_t index = 0;                                           // warp 3: number from which the next search starts
+  if (warp == 3) {
+    Work w;
+    for (int i = 0; i < 2; ++i) {
+      index = find_work(a, i ? index : blockIdx.x, gridDim.x, w);
+      if ((tid & 31) == 0) work[i] = w;
+    }
   }
-  int64_t pending = -1;  // record whose bulk store is in flight (thread 0)
-  while (it.chunk < a.chunks) {
+  __syncthreads();
+  Prefetch p;
+  if (work[0].chunk < a.chunks) {
+    prefetch_qk(a, work[0], tid, smem);
+    prefetch_regs(a, work[0], tid, p);
+  }
+  int turn = 0;
+  int pending = -1;  // flag of the record whose bulk store is in flight (thread 0)
+  while (work[turn].chunk < a.chunks) {
     tid = opaque(threadIdx.x);
     const int lane = tid & 31;
-    Lane l;
-    l.pair = tid & 63;
-    l.sub = tid >> 6;
-    l.base = (l.pair >> 5) * kHalf32 + l.sub * kSub * 128 + (lane >> 2) * 16 + (lane & 3) * 4;
+    const Lane l = make_lane(tid);
+    const Work& next = work[turn ^ 1];
+    const int valid_tokens = work[turn].valid;
     cp_async_wait_all();
+    if (tid == 0) bulk_wait_read();  // the record image is free again
     __syncthreads();
+    prefetch_far(a, next, tid);
 
     token_norms(smem, warp, lane, mode(a.modes, 11, 1), a.scale);
+    float sum[4];
     {
       const bool bf16 = mode(a.modes, 1, 2) == kBf16;
-      const int valid = it.valid - l.sub * kSub;
-      if (!mode(a.modes, 0, 1)) prefix<kLog>(l.g, p, valid, bf16, 0.f);
-      else if (a.lower_bound == 0.f) prefix<kSoftplus>(l.g, p, valid, bf16, 0.f);
-      else prefix<kSafe>(l.g, p, valid, bf16, a.lower_bound);
+      const int valid = valid_tokens - l.octet * kOctet;
+      if (!mode(a.modes, 0, 1)) prefix<kLog>(sum, p, l, smem, valid, bf16, 0.f);
+      else if (a.lower_bound == 0.f) prefix<kSoftplus>(sum, p, l, smem, valid, bf16, 0.f);
+      else prefix<kSafe>(sum, p, l, smem, valid, bf16, a.lower_bound);
+      float4 total;
+      total.x = sum[0]; total.y = sum[1]; total.z = sum[2]; total.w = sum[3];
+      *reinterpret_cast<float4*>(smem + kSmemTot + (l.octet * kDim + 4 * l.quad) * 4) = total;
     }
-    const float2 sum = l.g[kSub - 1];
-    *reinterpret_cast<float2*>(smem + kSmemTot + (l.sub * kDim + 2 * l.pair) * 4) = sum;
     if (tid < kChunk) {
       const int kind = mode(a.modes, 7, 2);
       const float b = kind == 0 ? p.beta : rcp(1.f + ex2(-kLog2e * p.beta)) * (kind == 2 ? 2.f : 1.f);
-      beta[tid] = tid < it.valid ? b : 0.f;
+      beta[tid] = tid < valid_tokens ? b : 0.f;
     }
-    if (tid == 0 && pending >= 0) {  // the record image is free again, and its record may be read
+    const float least = fminf(fminf(sum[0], sum[1]), fminf(sum[2], sum[3]));
+    const bool exact = __syncthreads_or(least < -kAnchoredRange);
+
+    float acc[2][4] = {};
+    if (!exact) {
+      if (warp < 2) factors<0, false>(l, smem); else factors<1, false>(l, smem);
+    } else {
+      exact_scores(acc, l, smem, warp, lane);
+      if (warp < 2) factors<0, true>(l, smem); else factors<1, true>(l, smem);
+    }
+    const int64_t record = static_cast<int64_t>(work[turn].chunk) * a.hv + work[turn].head;
+    const int flag = work[turn].head * a.chunks + work[turn].chunk;
+    const bool more = next.chunk < a.chunks;
+    if (tid == 0 && pending >= 0) {  // the previous record is in memory by now: it may be read
       bulk_wait_all();
       store_release(a.flags + pending, 1u);
     }
-    const bool exact = __syncthreads_or(sum.x < -kAnchoredRange || sum.y < -kAnchoredRange);
-
-    float acc[2][4] = {};
-    if (exact) {
-      exact_scores(acc, l, smem, warp, lane);
-      factors<true>(l, smem);
-    } else {
-      factors<false>(l, smem);
-    }
-    const int64_t record = static_cast<int64_t>(it.chunk) * a.hv + it.head;
-    const int64_t flag = static_cast<int64_t>(it.head) * a.chunks + it.chunk;
-    const Item next = next_item(a, at + gridDim.x, gridDim.x, at);
-    const bool more = next.chunk < a.chunks;
     __syncthreads();
 
-    // warp 0: A of sub 0 and its inverse; 1: the same of sub 1; 2: A below the diagonal, P of sub 0; 3: the rest of P
-    uint8_t *const Kd = smem + kRecKd, *const Qd = smem + kRecQd;
-    uint8_t *const inv0 = smem + kSmemRawK, *const kh1 = smem + kSmemRawK, *const end0 = smem + kSmemRawQ, *const qh1 = smem + kSmemRawQ,
-            *const inv1 = smem + kSmemInv1;
-    if (warp == 0) {
-      if (!exact) score(acc, Kd, kHalf32, 0, inv0, kHalf32, 0, lane);  // the record holds -Kd
-      store_l(L0, acc, exact ? 1.f : -1.f, true, beta, lane);
+    // Diagonal blocks: warp w has {A of sub 0, A of sub 1, P of sub 0, P of sub 1}[w]. Then warps 0 and 1 invert theirs,
+    // warps 2 and 3 make the blocks of A and P below the diagonal.
+    const int sub = warp & 1;
+    const Rows hi = sub ? rows(smem + (warp < 2 ? kSmemRawK : kSmemRawQ), kHalf32, kSub, lane) : rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, 0, lane);
+    if (!exact) score(acc, hi, sub ? rows(smem + kSmemInv1, kHalf16, 0, lane) : rows(smem + kSmemRawK, kHalf32, 0, lane));
+    if (warp < 2) {
+      float* const L = sub ? L1 : L0;
+      store_l(L, acc, exact || sub ? 1.f : -1.f, true, beta + sub * kSub, lane);  // the record holds -Kd
       __syncwarp();
-      invert_leaf(L0, X0, smem + kRecT, 0, beta, lane);
-    } else if (warp == 1) {
-      if (!exact) score(acc, kh1, kHalf32, kSub, inv1, kHalf16, 0, lane);
-      store_l(L1, acc, 1.f, true, beta + kSub, lane);
-      __syncwarp();
-      invert_leaf(L1, X1, smem + kRecT, kSub, beta, lane);
-    } else if (warp == 2) {
-      if (!exact) score(acc, Qd, kHalf32, 0, inv0, kHalf32, 0, lane);
-      store_p(smem, acc, 0, 0, true, lane);
-      float off[2][4] = {};
-      score(off, kh1, kHalf32, kSub, end0, kHalf32, 0, lane);
-      store_l(L10, off, 1.f, false, beta + kSub, lane);
-      const float zero[2][4] = {};
-      store_p(smem, zero, 0, kSub, false, lane);                      // above the diagonal
-      store_p(smem + (kRecT - kRecP), zero, 0, kSub, false, lane);
+      invert_leaf(L, sub ? X1 : X0, smem + kRecT, sub * kSub, beta, lane);
     } else {
-      if (!exact) score(acc, qh1, kHalf32, kSub, inv1, kHalf16, 0, lane);
-      store_p(smem, acc, kSub, kSub, true, lane);
+      store_p(smem, acc, sub * kSub, sub * kSub, true, lane);
       float off[2][4] = {};
-      score(off, qh1, kHalf32, kSub, end0, kHalf32, 0, lane);
-      store_p(smem, off, kSub, 0, false, lane);
+      score(off, rows(smem + (sub ? kSmemRawQ : kSmemRawK), kHalf32, kSub, lane), rows(smem + kSmemRawQ, kHalf32, 0, lane));
+      if (sub) store_p(smem, off, kSub, 0, false, lane);
+      else store_l(L10, off, 1.f, false, beta + kSub, lane);
     }
     fence_async_smem();
     __syncthreads();
@@ -547,6 +643,12 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
       prefetch_qk(a, next, tid, smem);
       prefetch_regs(a, next, tid, p);
     }
+    if (warp == 3) {  // into the place of this record, which nobody reads any more: barrier
+      Work w;
+      index = find_work(a, index, gridDim.x, w);
+      if (lane == 0) work[turn] = w;
+    }
+    turn ^= 1;
     if (warp == 0) {  // T below the diagonal: -X1 L10 X0
       float c[2][4];
       matmul16(c, L10, X0, 1.f, lane);
@@ -571,7 +673,6 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
         pending = flag;
       }
     }
-    it = next;
   }
   if (tid == 0 && pending >= 0) {
     bulk_wait_all();

@@ -46,6 +46,13 @@ def pointer(dtype, address, space=cute.AddressSpace.gmem, align=16):
     return cute.make_ptr(dtype, address, space, assumed_align=align)
 
 
+def row_mma(columns, b_major):
+    """64 value rows from registers times a shared-memory operand. Made inside the kernel: as an argument of the kernel it
+    would be one more parameter."""
+    op = warpgroup.MmaF16BF16Op(BFloat16, Float32, (ROWS, columns, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(op)
+
+
 @cute.jit
 def as_operand(acc: cute.Tensor):
     """bf16 copy of an accumulator, relabelled as the A operand of the next product: no data moves between threads."""
@@ -143,7 +150,6 @@ def kda_state(
     in_slot: Int64, in_h: Int64, out_slot: Int64, out_state_h: Int64, in_slots: Int64, out_slots: Int64, null_slot: Int64,
     tokens: Int64, hv: Int32, head_group: Int32, sequences: Int32, chunks: Int32, modes: Int32,
     io: cutlass.Constexpr, state_dtype: cutlass.Constexpr, layout: cutlass.Constexpr,
-    tokens_mma: cute.TiledMma, update_mma: cute.TiledMma,
 ):  # fmt: skip
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -202,6 +208,8 @@ def kda_state(
                 ready = bring_record(ready, Int32(c), Int32(c), Int32(1), count, stages, bars, records, record_step, flags)
         else:
             cute.arch.cp_async_commit_group()  # the loop counts groups
+    tokens_mma = row_mma(CHUNK, OperandMajorMode.K)
+    update_mma = row_mma(DIM, OperandMajorMode.MN)
     mma = tokens_mma.get_slice(thread)
     mma_kr = update_mma.get_slice(thread)
     S = cute.make_rmem_tensor(mma_kr.partition_shape_C((ROWS, DIM)), Float32)
@@ -246,7 +254,9 @@ def kda_state(
     out_16 = out_t * (16 * 2)
     zero = modes & (1 << 30)
 
+    decay = cute.make_rmem_tensor(cute.make_layout((4, DIM // 16)), Float32)
     if count > 0:
+        cute.arch.mbarrier_wait(bars, 0)
         cute.arch.cp_async_wait_group(1)
         cute.arch.sync_warp()
         cute.copy(load_v, load_v.partition_S(s_v[(None, None, 0)]), load_v.retile(v_next))
@@ -256,7 +266,6 @@ def kda_state(
     for c in cutlass.range(count, unroll=1):
         warpgroup.wait_group(0)
         S_op = as_operand(S)
-        cute.arch.mbarrier_wait(bars + s, phase)
         R.store(v_next.load().to(Float32))
         warpgroup.fence()
         tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -265,31 +274,20 @@ def kda_state(
         warpgroup.commit_group()
         basic_block_end(zero)
         o_prev.store(O.load().to(io))
+        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
+        for i in cutlass.range_constexpr(DIM // 16):
+            cute.autovec_copy(
+                cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay[(None, i)]
+            )
         warpgroup.fence()
         tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range_constexpr(DIM // 16):
             cute.gemm(tokens_mma, O, S_op[(None, None, k)], f_qd[(None, None, k, s)], O)
             tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        basic_block_end(zero)
-        s_far = s - 1 if s > 0 else Int32(STAGES - 1)  # the stage of chunk c - 1, and of c + 2
-        if c + 2 < count:
-            bring_values(c + 2, s_far, stages, warp_id, v, v_t, length32)
-            if warp_id == 0:
-                ready = bring_record(ready, c + 2, s_far, phase_far, count, stages, bars, records, record_step, flags)
-        else:
-            cute.arch.cp_async_commit_group()
-        if s_far == STAGES - 1:
-            phase_far = phase_far ^ 1
-        cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
-        cute.arch.sync_warp()
-        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
         for i in cutlass.range_constexpr(DIM // 16):  # columns 16 i + {0, 8} + 2 (lane % 4) + {0, 1} of both its rows
-            decay = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-            cute.autovec_copy(cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay)
             for e in cutlass.range_constexpr(8):
-                S[8 * i + e] = S[8 * i + e] * decay[e // 4 * 2 + e % 2]
-        cute.autovec_copy(s_rows, o_rows)
+                S[8 * i + e] = S[8 * i + e] * decay[e // 4 * 2 + e % 2, i]
         warpgroup.wait_group(1)
         R_op = as_operand(R)
         warpgroup.fence()
@@ -298,10 +296,9 @@ def kda_state(
             cute.gemm(tokens_mma, U, R_op[(None, None, k)], f_t[(None, None, k, s)], U)
             tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        if c > 0:
-            for j in cutlass.range_constexpr(2):
-                cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
-            g_out += 2 * out_16
+        basic_block_end(zero)
+        # Under U: the last chunk's output to its tile.
+        cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
         warpgroup.wait_group(0)
         U_op = as_operand(U)
         warpgroup.fence()
@@ -312,6 +309,23 @@ def kda_state(
         for k in cutlass.range_constexpr(CHUNK // 16):
             cute.gemm(tokens_mma, O, U_op[(None, None, k)], f_p[(None, None, k, s)], O)
         warpgroup.commit_group()
+        basic_block_end(zero)
+        # Under the update: the output to memory, copies for chunk c + 2, v of chunk c + 1.
+        cute.arch.sync_warp()
+        cute.autovec_copy(s_rows, o_rows)
+        s_far = s - 1 if s > 0 else Int32(STAGES - 1)  # the stage of chunk c - 1, and of c + 2
+        if c + 2 < count:
+            bring_values(c + 2, s_far, stages, warp_id, v, v_t, length32)
+            if warp_id == 0:
+                ready = bring_record(ready, c + 2, s_far, phase_far, count, stages, bars, records, record_step, flags)
+        else:
+            cute.arch.cp_async_commit_group()
+        if s_far == STAGES - 1:
+            phase_far = phase_far ^ 1
+        if c > 0:
+            for j in cutlass.range_constexpr(2):
+                cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+            g_out += 2 * out_16
         used = s
         s += 1
         if s == STAGES:
@@ -321,6 +335,7 @@ def kda_state(
         cute.arch.sync_warp()
         if c + 1 < count:
             cute.copy(load_v, load_v.partition_S(s_v[(None, None, s)]), load_v.retile(v_next))
+            cute.arch.mbarrier_wait(bars + s, phase)
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars + STAGES + used)
@@ -351,10 +366,7 @@ def compile_state(io, state, layout, target="sm_90a"):
     def host(value: Int64, stream: driver.CUstream):
         # Values do not matter: only the cubin is kept. They are run-time values so that nothing of them is compiled in.
         arguments = [TYPES[kind](value) for _, kind in PARAMS]
-        k, mn, source = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
-        tokens_mma = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, (ROWS, CHUNK, 16), source, k, k))
-        update_mma = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, (ROWS, DIM, 16), source, k, mn))
-        kda_state(*arguments, DTYPES[io], DTYPES[state], layout, tokens_mma, update_mma).launch(
+        kda_state(*arguments, DTYPES[io], DTYPES[state], layout).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=SMEM_BYTES, stream=stream, preferred_smem_carveout=0
         )
 

@@ -31,6 +31,7 @@ static inline float __uint_as_float(uint32_t x) { float f; memcpy(&f, &x, 4); re
 static inline uint32_t __float_as_uint(float f) { uint32_t x; memcpy(&x, &f, 4); return x; }
 static inline float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float(uint32_t(b.v) << 16); }
 static inline float __half2float(__half h) { _Float16 x; memcpy(&x, &h, 2); return float(x); }
+using std::fminf;
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
 namespace cula::emu {
@@ -158,6 +159,9 @@ CULA_DEV void cp_async_wait_all() {
   for (const Async& c : async_copies[current]) { if (c.valid) memcpy(c.dst, c.src, 16); else memset(c.dst, 0, 16); }
   async_copies[current].clear();
 }
+CULA_DEV void prefetch_l2(const void*) {}
+CULA_DEV void bulk_wait_all();
+CULA_DEV void bulk_wait_read() { bulk_wait_all(); }
 CULA_DEV void bulk_store(void* dst, const void* src, int bytes) { bulk_copies[current].push_back({dst, src, bytes}); }
 CULA_DEV void bulk_wait_all() {
   for (const Bulk& c : bulk_copies[current]) memcpy(c.dst, c.src, c.bytes);

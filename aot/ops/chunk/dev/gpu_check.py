@@ -178,8 +178,9 @@ def checks(op):
             finite = bool(torch.isfinite(torch.cat(got)).all()) and bool(torch.isfinite(S).all())
             if kw.get("scale") == 0.0:
                 e_o = float(torch.cat(got).abs().max()); worst = 0
-            # bf16 operands: each rounding is 2^-9 relative, a few of them add up; a bf16 state is rounded once more
-            ok = finite and same and beyond and e_o < 6e-3 and e_s < 6e-3 and worst < 2e-2
+            # bf16 operands: each rounding is 2^-9 relative, a few of them add up, more where keys repeat and beta is 1
+            limit = 8e-3 if "correlated" in name else 5.5e-3
+            ok = finite and same and beyond and e_o < limit and e_s < limit and worst < 2e-2
         except Exception as e:  # a failed launch poisons the context: say so and stop
             print(f"FAIL {name}: {e}", flush=True)
             return rows, bad + 1
@@ -235,7 +236,7 @@ if __name__ == "__main__":
     if "time" in what:
         variants = [("overlap", dict(overlap=True), "run"), ("serial", dict(overlap=False), "run")]
         if "parts" in what:
-            variants += [("prep3", dict(overlap=False), "prep"), ("prep2", dict(overlap=True), "prep"), ("state", dict(overlap=False), "state")]
+            variants += [("prep3", dict(overlap=False), "prep"), ("prep2", dict(overlap=True), "prep"), ("state", dict(overlap=False), "state"), ("overlap1", dict(prep_blocks=1), "run")]
         result["times"] = times(op, ["safe"] + (["slow"] if "slow" in what else []), variants)
     result["kernels"] = {n: dict(registers=k.registers, local=k.local, occupancy=k.occupancy) for n, k in op.cache.items()}
     json.dump(result, open(os.path.join(OUT, "kda_prefill.json"), "w"), indent=1)
