@@ -7,6 +7,7 @@ lives as long as the reading's `keep`, which the caller holds until the launch h
 from __future__ import annotations
 
 import ctypes
+import itertools
 from ctypes import POINTER, PYFUNCTYPE, addressof, byref, c_char_p, c_int, c_int32, c_int64, c_void_p, py_object
 from typing import NamedTuple
 
@@ -27,15 +28,18 @@ class Reading(NamedTuple):
 class Spec:
     """An operand without memory, for cula.query: shape, dtype ("fp32", "bf16", "fp16", "int32", "int64"), device, strides in elements."""
 
-    __slots__ = ("device", "dtype", "shape", "strides")
+    __slots__ = ("address", "device", "dtype", "shape", "strides")
+    _places = itertools.count(1)
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: tuple[int, int] = (abi.CUDA, 0), strides: tuple[int, ...] | None = None):
         if dtype not in abi.DTYPES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(abi.DTYPES)}")
         self.shape, self.dtype, self.device, self.strides = tuple(shape), dtype, device, strides
+        # An address that is never followed. Each Spec has its own, far from the others: the library refuses outputs that overlap inputs.
+        self.address = (1 + next(self._places) % 4096) << 48
 
     def read(self) -> Reading:
-        return describe(4096, self.device, self.shape, abi.DTYPES[self.dtype], self.strides)  # an address that is never followed
+        return describe(self.address, self.device, self.shape, abi.DTYPES[self.dtype], self.strides)
 
 
 def describe(pointer: int, device: tuple[int, int], shape, dtype: tuple[int, int], strides, read_only: bool = False, keep=None) -> Reading:
