@@ -20,7 +20,6 @@ extern "C" __global__ void __launch_bounds__(cula::gates::kThreads, cula::gates:
     cula_l2norm(const cula::Io* x, void* y, float* rstd, int64_t x_0, int64_t x_1, int64_t x_2, int64_t y_0, int64_t y_1, int64_t y_2,
                 int64_t n_0, int64_t n_1, int64_t n_2, int32_t head_dim, int32_t modes, float eps) {
   cula::wait_for_previous_grid();
-  cula::allow_next_grid();
   const Modes m{modes};
   const cula::gates::Rows rows{x, y, rstd, n_0 * n_1 * n_2, n_1, n_2, x_0, x_1, x_2, y_0, y_1, y_2, head_dim, eps};
   cula::with_dtype(m.y_dtype(), [&](auto y_type) {
@@ -31,4 +30,5 @@ extern "C" __global__ void __launch_bounds__(cula::gates::kThreads, cula::gates:
       cula::gates::normalize_narrow<Y>(rows);
     }
   });
+  cula::allow_next_grid();
 }
