@@ -68,12 +68,20 @@ def _parser() -> argparse.ArgumentParser:
 
     building = add("build", "compile, link, assemble and verify")
     add_filters(building, "sm90")
-    building.add_argument("-j", "--jobs", type=_workers, metavar="N", help="parallel compiles (default: cores, if there are 2 GB of memory for each)")
+    building.add_argument(
+        "-j", "--jobs", type=_workers, metavar="N", help="parallel compiles (default: cores, if there are 2 GB of memory for each)"
+    )
     building.add_argument("--out", type=Path, default=ROOT / "artifacts", metavar="DIR", help="artifact folder (default: artifacts)")
     building.add_argument("--build-dir", type=Path, default=ROOT / "build", metavar="DIR", help="cache, logs and report (default: build)")
     building.add_argument("--werror", action="store_true", help="warnings of the C++ compiler are errors")
-    building.add_argument("--allow-partial", action="store_true", help='write artifacts of a filtered or failed build too, marked "complete": false')
-    building.add_argument("--demo", action="store_true", help="end with a real decode call on the CPU, and on the GPU if there is one, checked against float64")
+    building.add_argument(
+        "--allow-partial", action="store_true", help='write artifacts of a filtered or failed build too, marked "complete": false'
+    )
+    building.add_argument(
+        "--demo",
+        action="store_true",
+        help="end with a real decode call on the CPU, and on the GPU if there is one, checked against float64",
+    )
 
     checking = add("verify", "check an artifact folder offline")
     checking.add_argument("--artifacts", type=Path, default=ROOT / "artifacts", metavar="DIR")

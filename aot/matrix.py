@@ -215,7 +215,9 @@ def expand_all(ops: Path = OPS) -> Expansion:
             excluded += expansion.excluded
             for spec in expansion.specs:
                 if spec.kernel_id in specs:
-                    raise MatrixError(f"matrix of {matrix.family}: a kernel {spec.kernel_id} exists already in {specs[spec.kernel_id].family}")
+                    raise MatrixError(
+                        f"matrix of {matrix.family}: a kernel {spec.kernel_id} exists already in {specs[spec.kernel_id].family}"
+                    )
                 specs[spec.kernel_id] = spec
     ordered = tuple(specs[name] for name in sorted(specs))
     return Expansion(ordered, tuple(sorted(excluded, key=lambda pair: pair[0].kernel_id)))

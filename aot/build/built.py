@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 from aot.build import cache, compile_cutedsl, compile_cutlass, cubin_info, lint, toolchain
-from aot.build.params import Declared, read_params
+from aot.build.params import Declared
 from aot.matrix import KernelSpec
 
 
@@ -25,27 +26,39 @@ class BuiltKernel:
     spill_loads: int = 0
 
 
-def kernel_key(spec: KernelSpec, root: Path) -> str:
-    """Key of the compiled kernel. What only decides whether a kernel is fit to ship (max_local_bytes) is not in it."""
-    step = {"cute_dsl": compile_cutedsl, "cutlass": compile_cutlass}[spec.toolchain]
-    fields = {name: value for name, value in spec.fields().items() if name != "max_local_bytes"}
-    return cache.key_of(
-        spec=fields,
-        sources=cache.source_hashes(root, step.source_files(spec, root)),
-        step=cache.sha256(Path(step.__file__).read_bytes()),
-        tools=toolchain.identity(spec.toolchain),
-        flags=[*compile_cutlass.flags(spec), *compile_cutlass.PTXAS_FLAGS] if spec.toolchain == "cutlass" else [],
-    )
+class KernelKeys:
+    """Keys of compiled kernels. Kernels of one op share sources, so these are followed and hashed once; an object is good for
+    one build, because it does not see later changes of files."""
+
+    STEPS = {"cute_dsl": compile_cutedsl, "cutlass": compile_cutlass}
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.sources = functools.cache(self._sources)
+        self.tools = functools.cache(toolchain.identity)
+        self.steps = {name: cache.sha256(Path(step.__file__).read_bytes()) for name, step in self.STEPS.items()}
+
+    def _sources(self, toolchain_name: str, compile_text: str, params: str) -> dict[str, str]:
+        step = self.STEPS[toolchain_name]
+        return cache.source_hashes(self.root, step.source_files(compile_text, params, self.root))
+
+    def __call__(self, spec: KernelSpec) -> tuple[str, dict[str, str]]:
+        """The key, and the hashes of the sources in it. What only decides whether a kernel is fit to ship (max_local_bytes) is not
+        in the key."""
+        sources = self.sources(spec.toolchain, spec.compile, spec.params)
+        key = cache.key_of(
+            spec={name: value for name, value in spec.fields().items() if name != "max_local_bytes"},
+            sources=sources,
+            step=self.steps[spec.toolchain],
+            tools=self.tools(spec.toolchain),
+            flags=[*compile_cutlass.flags(spec), *compile_cutlass.PTXAS_FLAGS] if spec.toolchain == "cutlass" else [],
+        )
+        return key, sources
 
 
-def cpu_kernel(spec: KernelSpec, root: Path) -> BuiltKernel:
-    return BuiltKernel(spec, read_params(root / spec.params))
-
-
-def gpu_kernel(spec: KernelSpec, root: Path, key: str, entry: cache.Entry) -> tuple[BuiltKernel, list[str]]:
+def gpu_kernel(spec: KernelSpec, declared: tuple[Declared, ...], key: str, entry: cache.Entry) -> tuple[BuiltKernel, list[str]]:
     """The kernel of a cache entry, and what makes it unfit to ship: see lint.py."""
     cubin, facts = entry.files["kernel.cubin"], entry.facts
-    declared = read_params(root / spec.params)
     try:
         info = cubin_info.read_cubin(cubin)
     except cubin_info.CubinError as error:

@@ -12,10 +12,10 @@ from aot.build.job import Compiled, CompileError
 from aot.matrix import KernelSpec
 
 
-def source_files(spec: KernelSpec, root: Path) -> list[Path]:
+def source_files(compile_text: str, params: str, root: Path) -> list[Path]:
     """The compile module with what it imports, and the params.def, which it reads as data."""
-    module, _, _ = spec.compile.partition(":")
-    return sources.import_closure(module, root) + [root / spec.params]
+    module, _, _ = compile_text.partition(":")
+    return sources.import_closure(module, root) + [root / params]
 
 
 def _isolate() -> None:
@@ -37,10 +37,14 @@ def compile_kernel(spec: KernelSpec, root: Path, workdir: Path) -> Compiled:
     before = set(sys.modules)
     result = getattr(importlib.import_module(module), function)(spec, str(workdir))
     read = [getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before]
-    if extra := sources.undeclared([path for path in read if path], [*source_files(spec, root), *root.glob("aot/build/*.py")], root):
+    if extra := sources.undeclared(
+        [path for path in read if path], [*source_files(spec.compile, spec.params, root), *root.glob("aot/build/*.py")], root
+    ):
         raise CompileError(f"imported {', '.join(extra)}, which its cache key does not cover: import it by a plain import statement")
     if unexpected := set(result) ^ {"cubin", "entry", "block", "max_dynamic_smem"}:
-        raise CompileError(f"{spec.compile} returned other keys than cubin, entry, block, max_dynamic_smem: {', '.join(sorted(unexpected))}")
+        raise CompileError(
+            f"{spec.compile} returned other keys than cubin, entry, block, max_dynamic_smem: {', '.join(sorted(unexpected))}"
+        )
     block = tuple(int(extent) for extent in result["block"])
     return Compiled(
         {"kernel.cubin": bytes(result["cubin"])},

@@ -23,8 +23,8 @@ PTXAS_FLAGS = ("-m64", "-O3", "-v")
 _MODULE_ID = re.compile(r"(_INTERNAL_|_GLOBAL__N__)[0-9a-f]{8}_(\d+_\w+?_cu)_[0-9a-f]{8}")
 
 
-def source_files(spec: KernelSpec, root: Path) -> list[Path]:
-    return sources.include_closure(root / spec.compile, (root,)) + [root / spec.params]
+def source_files(compile_text: str, params: str, root: Path) -> list[Path]:
+    return sources.include_closure(root / compile_text, (root,)) + [root / params]
 
 
 def flags(spec: KernelSpec) -> list[str]:
@@ -43,7 +43,7 @@ def compile_kernel(spec: KernelSpec, root: Path, workdir: Path) -> Compiled:
         toolchain.nvcc(), *flags(spec), "-ccbin", toolchain.cxx().path, "-I", root, "-I", toolchain.cutlass_include(),
         "-MD", "-MF", depends, source, "-o", ptx, cwd=workdir,
     )  # fmt: skip
-    if extra := sources.undeclared(sources.depfile_paths(depends.read_text()), source_files(spec, root), root):
+    if extra := sources.undeclared(sources.depfile_paths(depends.read_text()), source_files(spec.compile, spec.params, root), root):
         raise CompileError(f'read {", ".join(extra)}, which its cache key does not cover: write #include "path from the root"')
     ptx.write_text(_MODULE_ID.sub(r"\g<1>00000000_\2_00000000", ptx.read_text()))
     log = run_tool(toolchain.ptxas(), *PTXAS_FLAGS, f"-arch={ARCHS[spec.arch].target}", ptx, "-o", cubin, cwd=workdir)

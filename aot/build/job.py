@@ -25,6 +25,7 @@ class Job:
     key: str  # of its cache entry
     payload: object  # KernelSpec or host.Source
     root: Path  # of the project
+    sources: dict[str, str] = field(default_factory=dict)  # path relative to root -> sha256, as they are in the key
     seconds: float = 1.0  # expected: the longest jobs start first
 
 

@@ -81,7 +81,9 @@ def table_source(kernels: list[BuiltKernel], header: Header, offsets: dict[str, 
         rows.append(f'    {{{key}, "{s.kernel_id}", "{kernel.entry}", {where}, {name}, {len(kernel.declared)}, {numbers}}},')
 
     declared = {kernel.spec.params: kernel.declared for kernel in kernels}
-    arrays = [f"constexpr uint16_t {name}[] = {{{', '.join(str(p.size) for p in declared[path])}}};  // {path}" for path, name in sizes.items()]
+    arrays = [
+        f"constexpr uint16_t {name}[] = {{{', '.join(str(p.size) for p in declared[path])}}};  // {path}" for path, name in sizes.items()
+    ]
     externs = [f"void {symbol}(void* const* params, int64_t begin, int64_t end);" for symbol in sorted(set(symbols))]
     info = json.dumps(build_info(kernels, header))  # a JSON string in ASCII is a C string
     newline = "\n"
@@ -124,7 +126,9 @@ def version_script(header: Header) -> str:
     return f"CULA_{header.major} {{\n  global:\n    {' '.join(f'{name};' for name in header.exports)}\n  local:\n    *;\n}};\n"
 
 
-def link_library(kernels: list[BuiltKernel], objects: dict[str, tuple[str, bytes]], header: Header, root: Path, store: cache.Cache) -> bytes:
+def link_library(
+    kernels: list[BuiltKernel], objects: dict[str, tuple[str, bytes]], header: Header, root: Path, store: cache.Cache
+) -> bytes:
     """libcula.so. objects: name -> (key, bytes) of the compiled C++. Cached like everything else. Raises LinkError."""
     if not objects:
         raise LinkError(f"no C++ sources of the library found in {root}: looked for {', '.join(host.PATTERNS)}")

@@ -8,7 +8,14 @@ from aot.build.params import Declared, compare_params
 
 
 def lint(
-    *, arch: str, entry: str, block: tuple[int, int, int], max_dynamic_smem: int, max_local_bytes: int, declared: tuple[Declared, ...], info: CubinInfo
+    *,
+    arch: str,
+    entry: str,
+    block: tuple[int, int, int],
+    max_dynamic_smem: int,
+    max_local_bytes: int,
+    declared: tuple[Declared, ...],
+    info: CubinInfo,
 ) -> list[str]:
     """Violations of one compiled kernel, in words; empty when it is fit to ship. block: that the plan launches, (0, 0, 0) if
     the plan chooses it within __launch_bounds__."""

@@ -1,11 +1,12 @@
 """A build from matrix to artifact folder: compile what the cache does not have, check, link, assemble, verify.
 
-    specs -> keys -> cache or worker processes -> BuiltKernel + lint -> libcula.so -> artifacts/ -> verify
+specs -> keys -> cache or worker processes -> BuiltKernel + lint -> libcula.so -> artifacts/ -> verify
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aot.build import assemble, host, link, manifest, toolchain
-from aot.build.built import BuiltKernel, cpu_kernel, gpu_kernel, kernel_key
+from aot.build.built import BuiltKernel, KernelKeys, gpu_kernel
 from aot.build.cache import Cache, key_of, source_hashes
 from aot.build.header import Header, read_header
 from aot.build.job import Job
+from aot.build.params import read_params
 from aot.build.progress import error, kernel_facts, print_failures, progress_line, say, summary_table
 from aot.build.scheduler import Outcome, run_jobs
 from aot.build.verify import verify
@@ -88,17 +90,20 @@ def make_jobs(request: Request, seconds: dict[str, float]) -> list[Job]:
         return seconds.get(name, GUESS[kind])
 
     root, jobs = request.root, []
+    kernel_key = KernelKeys(root)
     for spec in request.specs:
         if spec.is_gpu:
             name = spec.kernel_id
-            jobs.append(Job(name, spec.toolchain, kernel_key(spec, root), spec, root, expected(name, spec.toolchain)))
-    dlpack = toolchain.dlpack_header()
+            key, hashes = kernel_key(spec)
+            jobs.append(Job(name, spec.toolchain, key, spec, root, hashes, expected(name, spec.toolchain)))
+    dlpack, tools = toolchain.dlpack_header(), toolchain.identity("host")
     for source in host.find_sources(root):
+        hashes = source_hashes(root, host.source_files(source, root))
         key = key_of(
-            source=source.name, sources=source_hashes(root, host.source_files(source, root)), dlpack=source_hashes(dlpack.parent, [dlpack]),
-            flags=host.flags(source, request.werror), tools=toolchain.identity("host"),
+            source=source.name, sources=hashes, dlpack=source_hashes(dlpack.parent, [dlpack]),
+            flags=host.flags(source, request.werror), tools=tools,
         )  # fmt: skip
-        jobs.append(Job(source.name, "host", key, (source, request.werror), root, expected(source.name, "host")))
+        jobs.append(Job(source.name, "host", key, (source, request.werror), root, hashes, expected(source.name, "host")))
     return jobs
 
 
@@ -144,6 +149,8 @@ def _build(request: Request, start: float) -> int:
     seconds = _load_seconds(report_path)
     header = read_header(root / "aot/capi/include/cula.h")
 
+    declared = functools.cache(lambda path: read_params(root / path))
+
     jobs = make_jobs(request, seconds)
     by_name = {job.name: job for job in jobs}
     entries = {job.name: entry for job in jobs if (entry := store.load(job.key))}
@@ -152,7 +159,7 @@ def _build(request: Request, start: float) -> int:
     kernels: dict[str, BuiltKernel] = {}
 
     def check(job: Job) -> str:
-        kernel, problems = gpu_kernel(job.payload, root, job.key, entries[job.name])
+        kernel, problems = gpu_kernel(job.payload, declared(job.payload.params), job.key, entries[job.name])
         if problems:
             failures.append((job.name, "\n".join(f"error: {problem}" for problem in problems)))
         else:
@@ -197,11 +204,13 @@ def _build(request: Request, start: float) -> int:
     archs = {spec.arch for spec in request.specs}
     complete = not failures and all(spec.kernel_id in wanted for spec in request.matrix if spec.arch in archs)
     if not complete and not request.allow_partial:
-        say(f"compiled. This is a part of the matrix of {', '.join(sorted(archs))}, so {request.out} stays as it is (--allow-partial writes it)")
+        say(
+            f"compiled. This is a part of the matrix of {', '.join(sorted(archs))}, so {request.out} stays as it is (--allow-partial writes it)"
+        )
         return 0
 
     all_kernels = [kernels[job.name] for job in jobs if job.name in kernels]
-    all_kernels += [cpu_kernel(spec, root) for spec in request.specs if not spec.is_gpu]
+    all_kernels += [BuiltKernel(spec, declared(spec.params)) for spec in request.specs if not spec.is_gpu]
     objects = {job.name: (job.key, entries[job.name].files["object.o"]) for job in jobs if job.kind == "host"}
     try:
         library = link.link_library(all_kernels, objects, header, root, store)

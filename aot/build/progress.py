@@ -41,7 +41,9 @@ def print_failures(failures: list[tuple[str, str]], logs: Path) -> None:
         groups[_message(text)[:300]].append(name)
     say(f"\n{len(failures)} failed:")
     for message, names in groups.items():
-        say(f"  {message}\n      {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}; whole message: {logs / _log_name(names[0])}")
+        say(
+            f"  {message}\n      {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}; whole message: {logs / _log_name(names[0])}"
+        )
 
 
 def _message(text: str) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from aot.build.cache import Cache
+from aot.build.cache import Cache, source_hashes
 from aot.build.job import CompileError, Job
 
 
@@ -68,6 +68,8 @@ def _work(connection: Connection, cache_folder: Path, scratch: Path) -> None:
             os.dup2(printed.fileno(), 2)
             try:
                 compiled = compile_job(job, workdir)
+                if source_hashes(job.root, [job.root / path for path in job.sources]) != job.sources:
+                    raise CompileError("error: a source was changed while it was compiled: build again")
                 cache.store(job.key, compiled.files, compiled.facts)
             except CompileError as failure:
                 error = str(failure)

@@ -6,6 +6,7 @@ A violation has a kind, so that tests and tools can tell them apart:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,12 @@ def verify(artifacts: Path, specs: tuple[KernelSpec, ...], root: Path, allow_par
         manifest = read_manifest(artifacts)
         listed = listed_files(manifest)
         kernels = {kernel["id"]: kernel for kernel in manifest["kernels"]}
+        by_id = {spec.kernel_id: spec for spec in specs}
+        declared = functools.cache(lambda path: read_params(root / path))
         return [
             *_check_files(artifacts, listed),
-            *_check_matrix(manifest, kernels, specs, allow_partial),
-            *(v for kernel in manifest["kernels"] for v in _check_kernel(artifacts, kernel, specs, root)),
+            *_check_matrix(manifest, kernels, by_id, allow_partial),
+            *(v for kernel in manifest["kernels"] for v in _check_kernel(artifacts, kernel, by_id.get(kernel["id"]), declared)),
             *_check_library(artifacts, manifest),
         ]
     except ManifestError as error:
@@ -68,10 +71,10 @@ def _check_files(artifacts: Path, listed: dict[str, dict]):
             yield Violation("changed", path, "has another sha256 than manifest.json says")
 
 
-def _check_matrix(manifest: dict, kernels: dict, specs: tuple[KernelSpec, ...], allow_partial: bool):
+def _check_matrix(manifest: dict, kernels: dict, by_id: dict[str, KernelSpec], allow_partial: bool):
     if len(kernels) != len(manifest["kernels"]):
         yield Violation("matrix", "manifest.json", "lists a kernel twice")
-    wanted = {spec.kernel_id: spec for spec in specs if spec.arch in manifest["archs"]}
+    wanted = {name: spec for name, spec in by_id.items() if spec.arch in manifest["archs"]}
     for name in sorted(set(kernels) - set(wanted)):
         yield Violation("matrix", name, "is in manifest.json, but not in the matrix")
     if not manifest["complete"] and not allow_partial:
@@ -85,13 +88,12 @@ def _check_matrix(manifest: dict, kernels: dict, specs: tuple[KernelSpec, ...], 
             yield Violation("matrix", name, f"has other values of {', '.join(differ)} in manifest.json than in the matrix")
 
 
-def _check_kernel(artifacts: Path, kernel: dict, specs: tuple[KernelSpec, ...], root: Path):
+def _check_kernel(artifacts: Path, kernel: dict, spec: KernelSpec | None, read_declared):
     name = kernel["id"]
     declared = tuple(Declared(p["name"], p["kind"], p["offset"], p["size"]) for p in kernel["params"])
-    spec = next((spec for spec in specs if spec.kernel_id == name), None)
     if spec is not None:
         try:
-            if declared != read_params(root / spec.params):
+            if declared != read_declared(spec.params):
                 yield Violation("params", name, f"manifest.json lists other parameters than {spec.params}")
         except (ParamsError, OSError) as error:
             yield Violation("params", name, str(error))

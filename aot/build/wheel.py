@@ -68,8 +68,13 @@ def python_files() -> dict[str, bytes]:
 def write_wheel(out: Path, name: str, version: str, tag: str, metadata: list[str], description: str, files: dict[str, bytes]) -> Path:
     """Writes <name>-<version>-<tag>.whl: sorted entries, fixed times and modes, RECORD last."""
     info = f"{name}-{version}.dist-info"
-    head = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", f"Version: {version}", *metadata,
-            "Description-Content-Type: text/markdown"]
+    head = [
+        "Metadata-Version: 2.1",
+        f"Name: {name.replace('_', '-')}",
+        f"Version: {version}",
+        *metadata,
+        "Description-Content-Type: text/markdown",
+    ]
     entries = dict(files)
     entries[f"{info}/METADATA"] = ("\n".join(head) + "\n\n" + description).encode()
     pure = "true" if tag.endswith("-any") else "false"
@@ -125,19 +130,42 @@ def build(artifacts: Path, out: Path) -> list[Path]:
     version, archs = manifest["package_version"], arch_set(manifest["archs"])
 
     readme = (ROOT / "README.md").read_text()
-    common = ["Requires-Python: >=3.10", "Classifier: Operating System :: POSIX :: Linux", "Classifier: Programming Language :: Python :: 3"]
+    common = [
+        "Requires-Python: >=3.10",
+        "Classifier: Operating System :: POSIX :: Linux",
+        "Classifier: Programming Language :: Python :: 3",
+    ]
     name = f"cula_artifacts_{archs.replace('-', '_')}"
     made = [
-        write_wheel(out, "cula", version, "py3-none-any",
-                    ["Summary: Linear-attention kernels compiled ahead of time: loader and front ends", *common,
-                     "Requires-Dist: cuda-bindings>=12.8; extra == 'gpu'", "Provides-Extra: gpu"], readme, python_files()),
-        write_wheel(out, name, version, TAG,
-                    [f"Summary: cula kernels for {archs.replace('-', ', ')}: shared library, cubins, headers", *common],
-                    readme, {f"cula_artifacts/{archs}/{path}": content for path, content in files.items()}),
+        write_wheel(
+            out,
+            "cula",
+            version,
+            "py3-none-any",
+            [
+                "Summary: Linear-attention kernels compiled ahead of time: loader and front ends",
+                *common,
+                "Requires-Dist: cuda-bindings>=12.8; extra == 'gpu'",
+                "Provides-Extra: gpu",
+            ],
+            readme,
+            python_files(),
+        ),
+        write_wheel(
+            out,
+            name,
+            version,
+            TAG,
+            [f"Summary: cula kernels for {archs.replace('-', ', ')}: shared library, cubins, headers", *common],
+            readme,
+            {f"cula_artifacts/{archs}/{path}": content for path, content in files.items()},
+        ),
     ]
-    examples = {path.relative_to(ROOT).as_posix(): path.read_bytes()
-                for path in sorted((ROOT / "examples").rglob("*"))
-                if path.is_file() and path.suffix in (".c", ".cpp", ".h", ".txt", ".md") or path.name == "Makefile" and path.is_file()}
+    examples = {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for path in sorted((ROOT / "examples").rglob("*"))
+        if path.is_file() and path.suffix in (".c", ".cpp", ".h", ".txt", ".md") or path.name == "Makefile" and path.is_file()
+    }
     docs = {f"docs/{page}": (ROOT / "docs" / page).read_bytes() for page in ("abi.md", "states-and-indices.md")}
     made.append(write_tarball(out, f"cula-{version}-{archs}-linux-x86_64", {**files, **examples, **docs, "README.md": readme.encode()}))
     return made
