@@ -170,8 +170,9 @@ def test_decode_in_a_clean_environment(clean):
 def test_the_c_example_links_against_the_installed_package(clean, tmp_path):
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
-    (prefix,) = clean.site.glob("cula_artifacts/*/manifest.json")
-    for command in (["cmake", "-S", ROOT / "examples/engine", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix.parent}"],
+    prefix = clean.run("import cula; print(cula.info()['artifacts']['path'])").strip()
+    assert Path(prefix).is_relative_to(clean.site)
+    for command in (["cmake", "-S", ROOT / "examples/engine", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"],
                     ["cmake", "--build", tmp_path, "--target", "minimal"], [tmp_path / "minimal"]):
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
