@@ -5,11 +5,10 @@ was passed then holds the new states; no other reference to it may be in use. On
 that a library could ask for.
 """
 
+import cula
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import cula
 
 
 def main():

@@ -3,9 +3,8 @@
 NumPy has no bfloat16, so rows are float32 here; float16 works too.
 """
 
-import numpy as np
-
 import cula
+import numpy as np
 
 
 def sigmoid(x):
