@@ -26,6 +26,7 @@ EXPORT uint16_t fake_param_sizes[64];
 EXPORT int fake_capturing = 0;            /* another thread captures in global mode: loading needs the relaxed mode */
 EXPORT int fake_current_stream = 0;       /* of the exchange API */
 EXPORT int fake_tensor_device = 0;
+EXPORT const void* fake_tensor_type = 0; /* PyTypeObject of the tensors that claim to be on a GPU */
 
 struct launch {
   int32_t device;
@@ -138,8 +139,10 @@ static DLPackExchangeAPI api;
 static DLPackDLTensorFromPyObjectNoSync read_torch;
 static int read_as_cuda(void* object, DLTensor* out) {
   const int r = read_torch(object, out);
-  out->device.device_type = kDLCUDA;
-  out->device.device_id = fake_tensor_device;
+  if (((const void* const*)object)[1] == fake_tensor_type) { /* ob_type, after the reference count */
+    out->device.device_type = kDLCUDA;
+    out->device.device_id = fake_tensor_device;
+  }
   return r;
 }
 static int current_stream(DLDeviceType type, int32_t id, void** stream) {

@@ -1,6 +1,6 @@
 """Builds and preloads fake_cuda.c as libcuda.so.1, and makes torch tensors that claim to be on it. For a process of its own.
 
-    gpu = fake_gpu.install()            before anything opens the real driver
+    gpu = fake_gpu.install(library)     before anything opens the real driver
     gpu.tensor(torch.zeros(4))          a tensor on "cuda:0"
     gpu.launches()                      what was launched
 """
@@ -83,6 +83,7 @@ class FakeGpu:
             def __dlpack_device__(self):
                 return (2, gpu.tensor_device)
 
+        ctypes.c_void_p.in_dll(self.c, "fake_tensor_type").value = id(CudaTensor)
         return CudaTensor
 
     def tensor(self, x):
@@ -91,7 +92,6 @@ class FakeGpu:
         return x.as_subclass(self.type)
 
 
-def install() -> FakeGpu:
-    """In a child of tests/loader/test_fake_gpu.py, which built the library and named it."""
-    assert not any(name in sys.modules for name in ("torch", "cuda"))
-    return FakeGpu(Path(os.environ["CULA_FAKE_CUDA"]))
+def install(library: Path) -> FakeGpu:
+    assert not any(name in sys.modules for name in ("torch", "cuda")), "they may have opened the real driver"
+    return FakeGpu(library)
