@@ -69,7 +69,7 @@ def block_sums(shape, shared, base, sums, warp, lane):
 def update_tile(config, shape, p, shared, slot, place, thread):
     """Updates the tile's columns; returns the outputs of the thread's columns. slot: of operands.slots; place: row, head,
     first column of the thread."""
-    read, write, reads, writes = slot
+    read, write, reads, writes, _ = slot
     row, head, column = place
     io, st = config.io_bytes, config.state_bytes
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
@@ -114,7 +114,7 @@ def row_head(config: cutlass.Constexpr, p: cutlass.Constexpr, shared: cute.Tenso
     column = tile * shape.columns + thread % PIECES * shape.elements
     o = cute.make_rmem_tensor((shape.elements,), Float32)
     o.fill(0.0)  # what a padded row gives; its state is not touched
-    if slot[2] | slot[3]:
+    if slot[4]:
         values = update_tile(config, shape, p, shared, slot, (row, head, column), thread)
         for j in cutlass.range_constexpr(len(values)):
             o[j] = values[j]

@@ -96,7 +96,7 @@ def row_head(config: cutlass.Constexpr, p: cutlass.Constexpr, shared: cute.Tenso
     shape = Shape(config)
     io, st = config.io_bytes, config.state_bytes
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
-    read, write, reads, writes = operands.slots(p, row)
+    read, write, reads, writes, live = operands.slots(p, row)
     first = (tile * WARPS + warp) * p.steps * shape.rows_per_step
 
     # The value row whose sums end in this lane, and whether this is the lane of those that writes its output.
@@ -109,7 +109,7 @@ def row_head(config: cutlass.Constexpr, p: cutlass.Constexpr, shared: cute.Tenso
     v_address = p.v + (row * p.v_n + head * p.v_h + value_row) * io
     o_address = p.out + (row * p.out_n + head * p.out_h + value_row) * io
 
-    if reads | writes:
+    if live:
         # All first loads, then all conversions: see ptx.
         piece = (Int64(first + lane // shape.lanes) * config.k + lane % shape.lanes * shape.elements) * st
         in_address = p.state_in + (read * p.in_slot + head * p.in_h) * st + piece

@@ -38,12 +38,13 @@ class Config:
 
 
 def slots(p, row):
-    """(read, write, reads, writes) of a row: the slot numbers and whether they count."""
+    """(read, write, reads, writes, live) of a row: the slot numbers, whether they count, and whether the row is not padding.
+    Without any pool no row is padding, and the outputs are those of a zero state."""
     read = ptx.load_index(p.read_index, row * p.read_stride, p.read_dtype, row)
     write = ptx.load_index(p.write_index, row * p.write_stride, p.write_dtype, read)
     reads = (read >= 0) & (read != p.null_slot) & (read < p.in_slots) & (p.no_state == 0)
     writes = (write >= 0) & (write != p.null_slot) & (write < p.out_slots)
-    return read, write, reads, writes
+    return read, write, reads, writes, reads | writes | (p.state_out == 0)
 
 
 @cute.jit
