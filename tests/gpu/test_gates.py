@@ -36,8 +36,8 @@ def test_no_tokens(shape):
 @pytest.mark.parametrize("io", ["bf16", "fp32"])
 @pytest.mark.parametrize("result", ["bf16", "fp32"])
 def test_full_size(io, result):
-    """Grids of more than one wave: T = 20011 tokens of 48 heads, against the formula in float64 on the GPU."""
-    x = torch.randn(20011, 48, 128, device="cuda").to(gates.IO[io])
+    """Grids of more than one wave: T = 4099 tokens of 48 heads, against the formula in float64 on the GPU."""
+    x = torch.randn(4099, 48, 128, device="cuda").to(gates.IO[io])
     a_log, dt_bias = torch.rand(48, device="cuda"), torch.rand(48, 128, device="cuda") - 4
     a, y = a_log.double().exp()[:, None], None
     g = cula.kda.kda_gate(x, a_log, dt_bias, dtype=result)
