@@ -141,7 +141,7 @@ def rsqrt(x):
     """1/sqrt(x) with one Newton step on the 22-bit approximation: the norm scales a whole row, so its error would be a bias
     of the state that no averaging removes."""
     r = cute.math.rsqrt(x)
-    return r * fma(x * Float32(-0.5) * r, r, Float32(1.5))
+    return select(r > Float32(0.0), r * fma(x * Float32(-0.5) * r, r, Float32(1.5)), r)  # x = inf: 0, where the step gives NaN
 
 
 def sum_lanes(value, width):
