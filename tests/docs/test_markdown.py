@@ -59,6 +59,19 @@ def test_links(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_paths_in_the_text_exist(page):
+    """`aot/archs.py` and the like; names with a placeholder or a star are left out."""
+    named = re.findall(r"`((?:aot|loader|python|tests|docs|examples|benchmarks|requirements)/[\w./-]+)`", PAGES[page])
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing, f"{page}: no such path: {missing}"
+
+
+def test_every_test_folder_is_described():
+    folders = {path.name for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists() or list(path.glob("test_*.py"))}
+    assert not [name for name in folders if f"`tests/{name}/`" not in PAGES["docs/testing.md"]]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_do_not_name_a_machine(page):
     assert not re.search(r"/home/|/root/", PAGES[page]) and str(ROOT) not in PAGES[page]
 
