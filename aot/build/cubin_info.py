@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from aot.build.elf import Elf, ElfError
 
 EM_CUDA = 190
+# From sm_90 on the first 1 KB of a block's shared memory is the system's. A kernel that has shared variables counts it in the size
+# of its section; ptxas -v, the limit per block and the driver do not.
+_RESERVED_SMEM, _RESERVED_SYMBOL = 1024, ".nv.reservedSmem.offset0"
 _SIZED = 4  # record format: 16-bit length, then the payload; all others hold their value in the 16 bits
 
 # attribute: payload
@@ -42,7 +45,7 @@ class Kernel:
     entry: str
     registers: int
     local_bytes: int  # stack frame a thread: spills and local arrays
-    static_smem: int
+    static_smem: int  # without the system's part
     params: tuple[Param, ...]
     param_bytes: int
     required_block: tuple[int, int, int] | None  # the only block that may be launched
@@ -97,6 +100,7 @@ def _read(elf: Elf) -> CubinInfo:
             symbol, number = struct.unpack("<II", payload)
             (registers if attribute == _REGISTERS else frames)[symbols[symbol].name] = number
 
+    reserved = _RESERVED_SMEM if any(symbol.name == _RESERVED_SYMBOL for symbol in symbols) else 0
     kernels, toolkit = {}, 0
     for section in elf.sections:
         if not section.name.startswith(".nv.info."):
@@ -124,7 +128,7 @@ def _read(elf: Elf) -> CubinInfo:
             entry=entry,
             registers=registers[entry],
             local_bytes=frames[entry],
-            static_smem=shared.size if shared else 0,
+            static_smem=max(0, shared.size - reserved) if shared else 0,
             params=tuple(sorted(params, key=lambda param: param.ordinal)),
             param_bytes=param_bytes,
             required_block=required,

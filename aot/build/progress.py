@@ -49,7 +49,9 @@ def print_failures(failures: list[tuple[str, str]], logs: Path) -> None:
 def _message(text: str) -> str:
     """The line that says what is wrong: the first of the most telling kind."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("$ ")]
-    for kind in ("undefined reference", " error: ", "error: ", "Error"):
+    if lines and any(line.startswith("Traceback ") for line in lines):
+        return lines[-1]
+    for kind in ("undefined reference", " error: ", "error: "):
         if found := [line for line in lines if kind in line and not line.startswith(("File ", "collect2"))]:
             return found[0]
     return lines[-1] if lines else "no message"
