@@ -31,6 +31,7 @@ typedef int32_t VI __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t VU __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t VH __attribute__((vector_size(kVectorBytes / 2)));
 typedef float V4 __attribute__((vector_size(16)));
+typedef double VD __attribute__((vector_size(kVectorBytes)));
 
 CULA_INLINE VF splat(float x) { return x - VF{}; }  // not VF{} + x: that would turn -0 into 0
 CULA_INLINE VU splat_u(uint32_t x) { return x - VU{}; }
@@ -239,9 +240,35 @@ CULA_INLINE V4 sum4(const VF (&x)[4]) {
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
-CULA_INLINE float sum(VF x) {
-  const V4 a = fold(x);
-  return (a[0] + a[2]) + (a[1] + a[3]);
+// The lower and the upper half of the lanes in float64.
+CULA_INLINE VD low_double(VF x) {
+#if defined(__AVX512F__)
+  return (VD)_mm512_maskz_cvtps_pd(0xff, (__m256)__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7));
+#elif defined(__AVX2__)
+  return (VD)_mm256_cvtps_pd((__m128)__builtin_shufflevector(x, x, 0, 1, 2, 3));
+#else
+  return VD{x[0], x[1]};
+#endif
+}
+CULA_INLINE VD high_double(VF x) {
+#if defined(__AVX512F__)
+  return (VD)_mm512_maskz_cvtps_pd(0xff, (__m256)__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+#elif defined(__AVX2__)
+  return (VD)_mm256_cvtps_pd((__m128)__builtin_shufflevector(x, x, 4, 5, 6, 7));
+#else
+  return VD{x[2], x[3]};
+#endif
+}
+
+// Adds the products of all lanes of a and b, which are exact in float64, to sum.
+CULA_INLINE void add_products(VF a, VF b, VD& sum) {
+  sum += low_double(a) * low_double(b);
+  sum += high_double(a) * high_double(b);
+}
+CULA_INLINE double sum(VD x) {
+  double total = 0;
+  for (int i = 0; i < W / 2; ++i) total += x[i];
+  return total;
 }
 
 }  // namespace cula::cpu::CULA_ISA

@@ -100,27 +100,26 @@ void prepare(const DecodeParams& p, int64_t row, int64_t head, bool reads, Head&
   const char* v = p.v + (row * p.v_n + head * p.v_h) * Io::kBytes;
   for (int i = 0; i < V; i += W) store(h.v + i, Io::load(v + i * Io::kBytes));
 
-  VF qq{}, kk{};
+  // In float64: o of a row that starts from zero is u times k . q alone, and that may cancel.
+  VD qq{}, kk{}, kq{};
   for (int i = 0; i < K; i += W) {
     const VF x = Io::load(q + i * Io::kBytes), y = Io::load(k + i * Io::kBytes);
     store(h.q + i, x);
     store(h.k + i, y);
-    qq += x * x;
-    kk += y * y;
+    add_products(x, x, qq);
+    add_products(y, y, kk);
+    add_products(x, y, kq);
   }
-  float q_scale = p.scale, k_scale = 1.0f;
+  double q_scale = p.scale, k_scale = 1.0;
   if (p.l2norm) {
-    q_scale /= __builtin_sqrtf(sum(qq) + 1e-6f);
-    k_scale /= __builtin_sqrtf(sum(kk) + 1e-6f);
+    q_scale /= __builtin_sqrt(sum(qq) + 1e-6);
+    k_scale /= __builtin_sqrt(sum(kk) + 1e-6);
   }
-  VF kq{};
+  h.kq = static_cast<float>(sum(kq) * q_scale * k_scale);
   for (int i = 0; i < K; i += W) {
-    const VF x = load(h.q + i) * q_scale, y = load(h.k + i) * k_scale;
-    store(h.q + i, x);
-    store(h.k + i, y);
-    kq += x * y;
+    store(h.q + i, load(h.q + i) * static_cast<float>(q_scale));
+    store(h.k + i, load(h.k + i) * static_cast<float>(k_scale));
   }
-  h.kq = sum(kq);
 
   h.beta = 1.0f;
   if (p.delta) {
