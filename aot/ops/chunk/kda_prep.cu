@@ -32,9 +32,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 // Shared memory. A tile of tokens by 128 channels in bf16 is two halves of 64 channels; a token is a 128-byte row of 16-byte
 // units, permuted by the token number: conflict-free for ldmatrix and for the elementwise threads, and what wgmma reads.
 constexpr int kHalf32 = kChunk * 128, kHalf16 = kSub * 128;  // bytes between the halves of a tile of 32 or 16 tokens
-constexpr int kSmemRawK = kRecordBytes;              // raw k; later the score operands {k_j / decay, sub 0; Kh, sub 1}
-constexpr int kSmemRawQ = kSmemRawK + 2 * kHalf32;   // raw q; later {k_j to the sub-chunk's end, sub 0; Qh, sub 1}
-constexpr int kSmemInv1 = kSmemRawQ + 2 * kHalf32;   // k_j / decay, sub 1
+constexpr int kSmemRawK = kRecordBytes;              // raw k; later the score operands {k_j 2^-G_j, sub 0; k_i 2^(G_i - G_s), sub 1}
+constexpr int kSmemRawQ = kSmemRawK + 2 * kHalf32;   // raw q; later {exact: k_j to the sub-chunk's end, sub 0; as k's with q, sub 1}
+constexpr int kSmemInv1 = kSmemRawQ + 2 * kHalf32;   // k_j 2^(G_s - G_j), sub 1
 constexpr int kSmemTot = kSmemInv1 + 2 * kHalf16;    // float [4][128]: log2 decay of each octet
 constexpr int kSmemNorm = kSmemTot + 4 * kDim * 4;   // float2 [32]: factors of k and q
 constexpr int kSmemBeta = kSmemNorm + kChunk * 8;    // float [32]
@@ -163,7 +163,7 @@ struct Args {
   uint8_t* records;
   uint32_t* flags;
   int64_t q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens;
-  int hv, group, head_group, sequences, chunks, modes;
+  int hv, group, head_group, sequences, chunks, segments, modes;
   float scale, lower_bound;
 };
 
@@ -196,15 +196,19 @@ CULA_DEV int64_t first_chunk(const Args& a, int64_t s) { return load_index(a.cu,
 // The first record at or after number `i` (stepping by the grid) that has a token; chunk = a.chunks if none is left. Returns
 // the number after it. The plan keeps chunks * hv below 2^31 (62 TB of records).
 CULA_DEV uint32_t find_work(const Args& a, uint32_t i, uint32_t step, Work& w) {
-  const uint32_t total = static_cast<uint32_t>(a.chunks) * a.hv;
+  // Segments of one sequence run side by side in the state kernel: chunk 0 of each, chunk 1 of each, ...
+  const int per_segment = (a.chunks + a.segments - 1) / a.segments, slots = per_segment * a.segments;
+  const uint32_t total = static_cast<uint32_t>(slots) * a.hv;
   const int code = mode(a.modes, 12, 2);
   for (; i < total; i += step) {
     // Groups of heads outermost: the chains of a group run at the same time in the state kernel, and want their records so.
-    const uint32_t group_items = static_cast<uint32_t>(a.chunks) * a.head_group;
+    const uint32_t group_items = static_cast<uint32_t>(slots) * a.head_group;
     const uint32_t group = i / group_items, rest = i - group * group_items;
     const int head0 = group * a.head_group;
     const uint32_t heads = a.hv - head0 < a.head_group ? a.hv - head0 : a.head_group;
-    const int chunk = rest / heads, head = head0 + static_cast<int>(rest - chunk * heads);
+    const int slot = rest / heads, head = head0 + static_cast<int>(rest - slot * heads);
+    const int chunk = a.segments == 1 ? slot : slot % a.segments * per_segment + slot / a.segments;
+    if (chunk >= a.chunks) continue;
     int64_t token, left, batch = 0;
     if (code == 0) {
       const int per = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
@@ -429,14 +433,17 @@ template <int kSubChunk, bool kExact>
 CULA_DEV void factors(const Lane& l, uint8_t* smem) {
   const float* tot = reinterpret_cast<const float*>(smem + kSmemTot) + 4 * l.quad;
   const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.octet * kOctet;
-  float before[4], own[4], e0[4], e1[4];  // log2 decay: of the sub-chunk before this octet, of the sub-chunk; of the two, as factors
+  // log2 decay of the sub-chunk before this octet, of all the sub-chunk; factors: decay of sub-chunk 0, from where inv (exact:
+  // kr) stands to the end of the chunk
+  float before[4], own[4], e0[4], to_end[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float s0 = tot[e] + tot[kDim + e], s1 = tot[2 * kDim + e] + tot[3 * kDim + e];
     before[e] = (l.octet & 1) ? tot[2 * kSubChunk * kDim + e] : 0.f;
     own[e] = kSubChunk ? s1 : s0;
     e0[e] = ex2(s0);
-    e1[e] = ex2(s1);
+    // Two factors, not ex2 of the sum: inv can be 2^115 and the sum's factor below the smallest float
+    to_end[e] = kSubChunk ? ex2(s1) : ex2(s1) * (kExact ? 1.f : e0[e]);
   }
   if (l.octet == 0) {  // 2^G_C of channels 4 quad + {0..3}; float order [c / 16][(c % 8) / 2][(c / 8) % 2][c % 2]
     float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (l.quad >> 2) * 16 + (l.quad & 1) * 8 + ((l.quad >> 1) & 1) * 2;
@@ -446,11 +453,11 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
     *reinterpret_cast<float2*>(decay + 4) = make_float2(ex2(s[2]), ex2(s[3]));
   }
   const int kr_base = l.base - (l.quad >> 4) * (kHalf32 - 1024) + l.octet * 1024;
-#pragma unroll 4
+#pragma unroll 2
   for (int t = 0; t < kOctet; ++t) {
     const int o = at(l.base, t), o_kr = at(kr_base, t);
     const float2 n = norm[t];
-    float k[4], q[4], g[4], kd[4], qd[4], inv[4], end[4];  // end: k to the end of its sub-chunk
+    float k[4], q[4], g[4], kd[4], qd[4], inv[4], kr[4];
     load_io(k, smem + kSmemRawK + o, n.x);
     load_io(q, smem + kSmemRawQ + o, n.y);
     load_prefix(g, smem, o);
@@ -460,24 +467,27 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
       const float f = ex2(g[e]);
       kd[e] = k[e] * f;
       qd[e] = q[e] * f;
-      inv[e] = kExact ? 0.f : k[e] * ex2(-g[e]);
-      end[e] = kExact ? k[e] * ex2(own[e] - g[e]) : inv[e] * (kSubChunk ? e1[e] : e0[e]);
+      if (kExact) kr[e] = k[e] * ex2(own[e] - g[e]);  // to the end of the sub-chunk
+      else inv[e] = k[e] * ex2(-g[e]);
     }
     if (kSubChunk == 0) {
-      store_bf16(smem + kSmemRawK + o, inv);
-      store_bf16(smem + kSmemRawQ + o, end);
+      if (kExact) store_bf16(smem + kSmemRawQ + o, kr); else store_bf16(smem + kSmemRawK + o, inv);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) { end[e] *= e1[e]; kd[e] = -kd[e]; }
+      for (int e = 0; e < 4; ++e) { kr[e] = (kExact ? kr[e] : inv[e]) * to_end[e]; kd[e] = -kd[e]; }
     } else {
       store_bf16(smem + kSmemRawK + o, kd);
       store_bf16(smem + kSmemRawQ + o, qd);
-      store_bf16(smem + kSmemInv1 + o - kSub * 128 - (l.quad >> 4) * kHalf16, inv);
+      if (!kExact) {
+        store_bf16(smem + kSmemInv1 + o - kSub * 128 - (l.quad >> 4) * kHalf16, inv);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) kr[e] = inv[e] * to_end[e];
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) { kd[e] *= -e0[e]; qd[e] *= e0[e]; }
     }
     store_bf16(smem + kRecKd + o, kd);
     store_bf16(smem + kRecQd + o, qd);
-    store_bf16(smem + kRecKr + o_kr, end);
+    store_bf16(smem + kRecKr + o_kr, kr);
   }
 }
 
@@ -631,10 +641,13 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
       invert_leaf(L, sub ? X1 : X0, smem + kRecT, sub * kSub, beta, lane);
     } else {
       store_p(smem, acc, sub * kSub, sub * kSub, true, lane);
+      // Anchored: (-Kd_i, Qd_i) and k_j 2^-G_j. Where Kd_i is too small for a float, the pair's factor is below 2^-126 2^115
+      // and the term lost is below 2^-11 k_ic k_jc; subnormals push that to 2^-18.
       float off[2][4] = {};
-      score(off, rows(smem + (sub ? kSmemRawQ : kSmemRawK), kHalf32, kSub, lane), rows(smem + kSmemRawQ, kHalf32, 0, lane));
+      if (exact) score(off, rows(smem + (sub ? kSmemRawQ : kSmemRawK), kHalf32, kSub, lane), rows(smem + kSmemRawQ, kHalf32, 0, lane));
+      else score(off, rows(smem + (sub ? kRecQd : kRecKd), kHalf32, kSub, lane), rows(smem + kSmemRawK, kHalf32, 0, lane));
       if (sub) store_p(smem, off, kSub, 0, false, lane);
-      else store_l(L10, off, 1.f, false, beta + kSub, lane);
+      else store_l(L10, off, exact ? 1.f : -1.f, false, beta + kSub, lane);
     }
     fence_async_smem();
     __syncthreads();
@@ -687,12 +700,12 @@ extern "C" __global__ void __launch_bounds__(cula::kda::kThreads, cula::kda::kBl
 cula_kda_prep(const void* q, const void* k, const void* gate, const void* a_log, const void* dt_bias, const void* beta,
               const void* cu_seqlens, void* records, void* flags, int64_t q_b, int64_t q_t, int64_t q_h, int64_t k_b, int64_t k_t,
               int64_t k_h, int64_t gate_b, int64_t gate_t, int64_t gate_h, int64_t beta_b, int64_t beta_t, int64_t beta_h,
-              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t modes, float scale,
+              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t segments, int32_t modes, float scale,
               float lower_bound) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const cula::kda::Args a{q, k, gate, a_log, dt_bias, beta, cu_seqlens, static_cast<uint8_t*>(records), static_cast<uint32_t*>(flags),
                           q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens,
-                          hv, group, head_group, sequences, chunks, modes, scale, lower_bound};
+                          hv, group, head_group, sequences, chunks, segments, modes, scale, lower_bound};
   cula::kda::prep(a, smem);
 }
 #endif

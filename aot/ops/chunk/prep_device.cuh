@@ -69,6 +69,7 @@ CULA_DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "
 CULA_DEV void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 CULA_DEV void store_release(uint32_t* p, uint32_t v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+CULA_DEV void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 CULA_DEV void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 }  // namespace cula::dev

@@ -10,6 +10,11 @@ kernel's flags and brings records by one bulk copy each, two chunks ahead; every
 16-byte copies that leave out tokens that do not exist. A fifth warp for that would cost the residency: the four quarters of
 an SM have 512 registers a lane each, of which two prep blocks take 256, so a quarter holds one state warp and not two.
 
+With few heads a sequence is cut into segments (intra-card context parallelism, exact). The `scan` form of the kernel runs
+segments 0 to P-2 without outputs, from S = 0 with the tokens' values, which gives B, and from S = I without them, which gives
+M^T; segment 0 starts from the initial state, so that its B is the state after it. kda_carry.cu turns the B of segment s into
+the state after it, S_{s+1} = S_s M_s^T + B_s (all transposed), and the main form starts every segment from that.
+
 The order inside the loop is the one that ptxas compiles without injected waits: every group is complete when the loop
 closes, and a never-taken branch (`basic_block_end`) keeps the output of the previous chunk in the shadow of the products.
 """
@@ -145,19 +150,25 @@ def bring_values(c: Int32, s: Int32, stages, warp_id: Int32, v: Int64, v_t: Int6
 
 @cute.kernel
 def kda_state(
-    records: Int64, flags: Int64, v: Int64, out: Int64, cu_seqlens: Int64, state_in: Int64, state_out: Int64,
+    records: Int64, flags: Int64, carry: Int64, v: Int64, out: Int64, cu_seqlens: Int64, state_in: Int64, state_out: Int64,
     read_index: Int64, write_index: Int64, v_b: Int64, v_t: Int64, v_h: Int64, out_b: Int64, out_t: Int64, out_h: Int64,
     in_slot: Int64, in_h: Int64, out_slot: Int64, out_state_h: Int64, in_slots: Int64, out_slots: Int64, null_slot: Int64,
-    tokens: Int64, hv: Int32, head_group: Int32, sequences: Int32, chunks: Int32, modes: Int32,
-    io: cutlass.Constexpr, state_dtype: cutlass.Constexpr, layout: cutlass.Constexpr,
+    tokens: Int64, hv: Int32, head_group: Int32, sequences: Int32, chunks: Int32, segments: Int32, modes: Int32,
+    io: cutlass.Constexpr, state_dtype: cutlass.Constexpr, layout: cutlass.Constexpr, scan: cutlass.Constexpr,
 ):  # fmt: skip
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    half = block % 2
-    # Order of the blocks, the same as that of the prep kernel's records: group of heads, sequence, head of the group.
-    group = block // 2 // (sequences * head_group)
-    rest = block // 2 - group * (sequences * head_group)
+    # Order of the blocks: half of the value rows (scan: and of the key rows), then as the prep kernel orders its records
+    # head of the group, sequence, group of heads; segment.
+    slabs = 4 if scan else 2
+    slab = block % slabs
+    half = slab % 2
+    chain = block // slabs
+    segment = chain // (hv * sequences)
+    chain = chain - segment * (hv * sequences)
+    group = chain // (sequences * head_group)
+    rest = chain - group * (sequences * head_group)
     heads = cutlass.min(head_group, hv - group * head_group)
     head = group * head_group + rest % heads
     sequence = Int64(rest // heads)
@@ -174,6 +185,16 @@ def kda_state(
         row = Int64(0)
         first_chunk = start // CHUNK + sequence
     count = Int32((length + CHUNK - 1) // CHUNK)
+    per_segment = (count + segments - 1) // segments
+    skip = cutlass.min(count, segment * per_segment)  # chunks before this segment
+    count = cutlass.min(per_segment, count - skip)
+    start += Int64(skip * CHUNK)
+    length = cutlass.min(length - Int64(skip * CHUNK), Int64(count * CHUNK))
+    if cutlass.const_expr(scan):
+        if segment == 0 and slab >= 2:
+            count = Int32(0)  # nothing comes before segment 0: its M is not needed
+    # The segment's B (slot 0) and M (slot 1), both [128,128] float32, row = value or key row of S^T
+    carry += ((sequence * Int64(hv) + Int64(head)) * Int64(segments) + Int64(segment)) * (2 * DIM * DIM * 4)
 
     kinds = warpgroup.SmemLayoutAtomKind
     smem = cutlass.memory.SmemAllocator()
@@ -194,12 +215,16 @@ def kda_state(
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
+    first_chunk += Int64(skip)
     records += (first_chunk * Int64(hv) + Int64(head)) * REC_BYTES
     record_step = Int64(hv) * REC_BYTES
     flags += (Int64(head) * Int64(chunks) + first_chunk) * 4
     v += (row * v_b + start * v_t + Int64(head) * v_h + Int64(half * ROWS)) * 2
     v_t *= 2
     length32 = Int32(length)
+    if cutlass.const_expr(scan):
+        if slab >= 2:
+            length32 = Int32(0)  # all of v reads as zero
     ready = Int32(0)
     for c in cutlass.range_constexpr(2):
         if c < count:
@@ -215,14 +240,26 @@ def kda_state(
     S = cute.make_rmem_tensor(mma_kr.partition_shape_C((ROWS, DIM)), Float32)
     l_state = cute.make_layout((ROWS, DIM), stride=(DIM, 1) if layout == "vk" else (1, DIM))
     half_offset = Int64(half) * (ROWS * DIM if layout == "vk" else ROWS)
-    slot = load_index(read_index, sequence, (modes >> 2) & 3, sequence)
+    l_carry = cute.make_layout((ROWS, DIM), stride=(DIM, 1))
     S.fill(0.0)
-    if slot >= 0 and slot < in_slots and slot != null_slot:
-        address = state_in + (slot * in_slot + Int64(head) * in_h + half_offset) * (state_dtype.width // 8)
-        src = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
-        loaded = cute.make_rmem_tensor(S.layout, state_dtype)
-        cute.autovec_copy(src, loaded)
-        S.store(loaded.load().to(Float32))
+    if segment == 0 and slab < 2:
+        slot = load_index(read_index, sequence, (modes >> 2) & 3, sequence)
+        if slot >= 0 and slot < in_slots and slot != null_slot:
+            address = state_in + (slot * in_slot + Int64(head) * in_h + half_offset) * (state_dtype.width // 8)
+            src = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
+            loaded = cute.make_rmem_tensor(S.layout, state_dtype)
+            cute.autovec_copy(src, loaded)
+            S.store(loaded.load().to(Float32))
+    elif cutlass.const_expr(scan):
+        if slab >= 2:
+            identity = mma_kr.partition_C(cute.make_identity_tensor((ROWS, DIM)))
+            for i in cutlass.range_constexpr(cute.size(S)):
+                S[i] = Float32(1.0) if identity[i][0] + half * ROWS == identity[i][1] else Float32(0.0)
+    else:
+        # The state after the segment before: complete, with everything that went before it, once the carry kernel is.
+        cute.arch.griddepcontrol_wait()
+        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry - 2 * DIM * DIM * 4 + Int64(half) * (ROWS * DIM * 4)), l_carry))
+        cute.autovec_copy(src, S)
 
     f_kd = tokens_mma.make_fragment_B(mma.partition_B(s_kd))
     f_qd = tokens_mma.make_fragment_B(mma.partition_B(s_qd))
@@ -273,22 +310,24 @@ def kda_state(
             cute.gemm(tokens_mma, R, S_op[(None, None, k)], f_kd[(None, None, k, s)], R)
         warpgroup.commit_group()
         basic_block_end(zero)
-        o_prev.store(O.load().to(io))
+        if cutlass.const_expr(not scan):
+            o_prev.store(O.load().to(io))
         stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
         for i in cutlass.range_constexpr(DIM // 16):
             cute.autovec_copy(
                 cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay[(None, i)]
             )
-        warpgroup.fence()
-        tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(DIM // 16):
-            cute.gemm(tokens_mma, O, S_op[(None, None, k)], f_qd[(None, None, k, s)], O)
-            tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        if cutlass.const_expr(not scan):
+            warpgroup.fence()
+            tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
+            for k in cutlass.range_constexpr(DIM // 16):
+                cute.gemm(tokens_mma, O, S_op[(None, None, k)], f_qd[(None, None, k, s)], O)
+                tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
         for i in cutlass.range_constexpr(DIM // 16):  # columns 16 i + {0, 8} + 2 (lane % 4) + {0, 1} of both its rows
             for e in cutlass.range_constexpr(8):
                 S[8 * i + e] = S[8 * i + e] * decay[e // 4 * 2 + e % 2, i]
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(0 if scan else 1)
         R_op = as_operand(R)
         warpgroup.fence()
         tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -297,8 +336,8 @@ def kda_state(
             tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         basic_block_end(zero)
-        # Under U: the last chunk's output to its tile.
-        cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
+        if cutlass.const_expr(not scan):  # under U: the last chunk's output to its tile
+            cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
         warpgroup.wait_group(0)
         U_op = as_operand(U)
         warpgroup.fence()
@@ -306,13 +345,15 @@ def kda_state(
         for k in cutlass.range_constexpr(CHUNK // 16):
             cute.gemm(update_mma, S, U_op[(None, None, k)], f_kr[(None, None, k, s)], S)
         warpgroup.commit_group()
-        for k in cutlass.range_constexpr(CHUNK // 16):
-            cute.gemm(tokens_mma, O, U_op[(None, None, k)], f_p[(None, None, k, s)], O)
-        warpgroup.commit_group()
+        if cutlass.const_expr(not scan):
+            for k in cutlass.range_constexpr(CHUNK // 16):
+                cute.gemm(tokens_mma, O, U_op[(None, None, k)], f_p[(None, None, k, s)], O)
+            warpgroup.commit_group()
         basic_block_end(zero)
         # Under the update: the output to memory, copies for chunk c + 2, v of chunk c + 1.
-        cute.arch.sync_warp()
-        cute.autovec_copy(s_rows, o_rows)
+        if cutlass.const_expr(not scan):
+            cute.arch.sync_warp()
+            cute.autovec_copy(s_rows, o_rows)
         s_far = s - 1 if s > 0 else Int32(STAGES - 1)  # the stage of chunk c - 1, and of c + 2
         if c + 2 < count:
             bring_values(c + 2, s_far, stages, warp_id, v, v_t, length32)
@@ -322,7 +363,7 @@ def kda_state(
             cute.arch.cp_async_commit_group()
         if s_far == STAGES - 1:
             phase_far = phase_far ^ 1
-        if c > 0:
+        if cutlass.const_expr(not scan) and c > 0:
             for j in cutlass.range_constexpr(2):
                 cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
             g_out += 2 * out_16
@@ -339,34 +380,40 @@ def kda_state(
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars + STAGES + used)
-    if count > 0:
-        left = length32 - (count - 1) * CHUNK
-        o_prev.store(O.load().to(io))
-        cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
-        cute.arch.sync_warp()
-        cute.autovec_copy(s_rows, o_rows)
-        for j in cutlass.range_constexpr(2):
-            if token + 16 * j < left:
-                cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
-    slot = load_index(write_index, sequence, (modes >> 4) & 3, sequence)
-    if slot >= 0 and slot < out_slots and slot != null_slot:
-        address = state_out + (slot * out_slot + Int64(head) * out_state_h + half_offset) * (state_dtype.width // 8)
-        dst = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
-        stored = cute.make_rmem_tensor(S.layout, state_dtype)
-        stored.store(S.load().to(state_dtype))
-        cute.autovec_copy(stored, dst)
+    if cutlass.const_expr(scan):
+        dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + Int64(slab) * (ROWS * DIM * 4)), l_carry))
+        cute.autovec_copy(S, dst)
+    else:
+        if count > 0:
+            left = length32 - (count - 1) * CHUNK
+            o_prev.store(O.load().to(io))
+            cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
+            cute.arch.sync_warp()
+            cute.autovec_copy(s_rows, o_rows)
+            for j in cutlass.range_constexpr(2):
+                if token + 16 * j < left:
+                    cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+        if segment == segments - 1:
+            slot = load_index(write_index, sequence, (modes >> 4) & 3, sequence)
+            if slot >= 0 and slot < out_slots and slot != null_slot:
+                address = state_out + (slot * out_slot + Int64(head) * out_state_h + half_offset) * (state_dtype.width // 8)
+                dst = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
+                stored = cute.make_rmem_tensor(S.layout, state_dtype)
+                stored.store(S.load().to(state_dtype))
+                cute.autovec_copy(stored, dst)
     # This block's records are consumed; those of others must be written before this launch may count as finished.
     cute.arch.griddepcontrol_wait()
 
 
-def compile_state(io, state, layout, target="sm_90a"):
-    """One kernel: cubin, entry symbol, block, dynamic shared memory and ptx. io: bf16, fp16; state: fp32, bf16; layout: vk, kv."""
+def compile_state(io, state, layout, scan=False, target="sm_90a"):
+    """One kernel: cubin, entry symbol, block, dynamic shared memory and ptx. io: bf16, fp16; state: fp32, bf16; layout: vk, kv.
+    scan: the form without outputs."""
 
     @cute.jit
     def host(value: Int64, stream: driver.CUstream):
         # Values do not matter: only the cubin is kept. They are run-time values so that nothing of them is compiled in.
         arguments = [TYPES[kind](value) for _, kind in PARAMS]
-        kda_state(*arguments, DTYPES[io], DTYPES[state], layout).launch(
+        kda_state(*arguments, DTYPES[io], DTYPES[state], layout, scan).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=SMEM_BYTES, stream=stream, preferred_smem_carveout=0
         )
 

@@ -7,7 +7,7 @@ import torch
 from cuda.bindings import driver as cu
 
 CHUNK, DIM, RECORD_BYTES = 32, 128, 29184
-PREP_SMEM, STATE_SMEM = 59904, 107648
+PREP_SMEM, STATE_SMEM, CARRY_SMEM = 59904, 107648, 135168
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT64_MIN = -(2**63)
@@ -64,16 +64,19 @@ class Prefill:
 
     def plan(self, q, k, v, gate, beta, out, *, cu_seqlens=None, a_log=None, dt_bias=None, raw=True, lower_bound=0.0, beta_kind=1, l2norm=True,
              scale=None, state_in=None, state_out=None, read_index=None, write_index=None, null_slot=None, layout="vk", overlap=True,
-             prep_blocks=None, workspace=None, head_group=None):  # fmt: skip
+             prep_blocks=None, workspace=None, head_group=None, segments=1, suffix=""):  # fmt: skip
         """q,k [B,T,H,128], v,out,gate [B,T,HV,128], beta [B,T,HV]; states [slots,HV,128,128]. -> dict of launch functions."""
         B, T, H, _ = q.shape
         HV = v.shape[2]
         N = B if cu_seqlens is None else cu_seqlens.numel() - 1
         chunks = B * -(-T // CHUNK) if cu_seqlens is None else T // CHUNK + N
         records_bytes = chunks * HV * RECORD_BYTES
+        flag_bytes = -(-chunks * HV * 4 // 128) * 128
+        carry_bytes = N * HV * segments * 2 * DIM * DIM * 4 if segments > 1 else 0
         if workspace is None:
-            workspace = torch.full((records_bytes + chunks * HV * 4,), 0xFF, dtype=torch.uint8, device=q.device)
+            workspace = torch.full((records_bytes + flag_bytes + carry_bytes,), 0xFF, dtype=torch.uint8, device=q.device)
         records, flags = workspace.data_ptr(), workspace.data_ptr() + records_bytes
+        carry = flags + flag_bytes
         index = lambda x: 0 if x is None else {torch.int32: 1, torch.int64: 2}[x.dtype]
         ptr = lambda x: ("p", 0 if x is None else x.data_ptr())
         code = lambda x: 3 if x is None else CODE[x.dtype]
@@ -84,24 +87,30 @@ class Prefill:
         modes = raw | code(gate) << 1 | code(a_log) << 3 | code(dt_bias) << 5 | beta_kind << 7 | code(beta) << 9 | l2norm << 11 | index(cu_seqlens) << 12
         prep_args = [ptr(x) for x in (q, k, gate, a_log, dt_bias, beta, cu_seqlens)] + [("p", records), ("p", flags)]
         prep_args += strides(q) + strides(k) + strides(gate) + strides(beta) + [("q", T)]
-        prep_args += [("i", x) for x in (HV, HV // H, head_group, N, chunks, modes)] + [("f", DIM**-0.5 if scale is None else scale), ("f", lower_bound)]
-        state_args = [("p", records), ("p", flags)] + [ptr(x) for x in (v, out, cu_seqlens, state_in, state_out, read_index, write_index)]
+        prep_args += [("i", x) for x in (HV, HV // H, head_group, N, chunks, segments if N == 1 else 1, modes)] + [("f", DIM**-0.5 if scale is None else scale), ("f", lower_bound)]
+        state_args = [("p", records), ("p", flags), ("p", carry)] + [ptr(x) for x in (v, out, cu_seqlens, state_in, state_out, read_index, write_index)]
         slot = lambda s: [("q", 0 if s is None else s.stride(0)), ("q", 0 if s is None else s.stride(1))]
         count = lambda s: ("q", 0 if s is None else s.shape[0])
         state_args += strides(v) + strides(out) + slot(state_in) + slot(state_out) + [count(state_in), count(state_out)]
         state_args += [("q", INT64_MIN if null_slot is None else null_slot), ("q", T)]
-        state_args += [("i", x) for x in (HV, head_group, N, chunks, index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
+        state_args += [("i", x) for x in (HV, head_group, N, chunks, segments, index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
         state = next((s for s in (state_in, state_out) if s is not None), None)
-        prep = self.kernel(f"prep_{NAME[q.dtype]}" + ("_gf32" if gate.dtype == torch.float32 else ""), PREP_SMEM)
-        chain = self.kernel(f"state_{NAME[v.dtype]}_{'fp32' if state is None else NAME[state.dtype]}_{layout}", STATE_SMEM)
+        names = f"{NAME[v.dtype]}_{'fp32' if state is None else NAME[state.dtype]}_{layout}"
+        prep = self.kernel(f"prep_{NAME[q.dtype]}" + ("_gf32" if gate.dtype == torch.float32 else "") + suffix, PREP_SMEM)
         blocks = prep_blocks or (2 if overlap else 3)
         launches = dict(keep=(workspace, cu_seqlens, read_index, write_index), workspace_bytes=workspace.numel())
         launches["prep"] = prep.launcher(max(1, min(chunks * HV, self.sms * blocks)), prep_args, False)
-        launches["state"] = chain.launcher(max(1, 2 * HV * N), state_args, overlap)
+        order = ["prep"]
+        if segments > 1:
+            launches["scan"] = self.kernel(f"scan_{names}", STATE_SMEM).launcher(4 * HV * N * (segments - 1), state_args, overlap)
+            launches["carry"] = self.kernel("carry", CARRY_SMEM).launcher(16 * HV * N, [("p", carry), ("i", segments)], overlap)
+            order += ["scan", "carry"]
+        launches["state"] = self.kernel(f"state_{names}", STATE_SMEM).launcher(max(1, 2 * HV * N * segments), state_args, overlap)
+        order += ["state"]
 
         def run():
-            launches["prep"]()
-            launches["state"]()
+            for name in order:
+                launches[name]()
 
         launches["run"] = run
         return launches

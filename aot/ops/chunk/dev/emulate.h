@@ -169,5 +169,6 @@ CULA_DEV void bulk_wait_all() {
 }
 CULA_DEV void fence_async_smem() {}
 CULA_DEV void store_release(uint32_t* p, uint32_t v) { *p = v; }
+CULA_DEV void griddepcontrol_wait() {}
 CULA_DEV void launch_dependents() {}
 }  // namespace cula::dev

@@ -28,6 +28,8 @@ def inputs(lens, H, HV, *, io=bf16, gate="safe", gate_dtype=bf16, beta="logit", 
         k = k * 0.05
     if gate == "slow":
         a_log.zero_(); dt.fill_(-8)
+    if gate == "bound":
+        g = torch.where(torch.rand(g.shape, device=dev, generator=gen) < 0.8, 30.0, g)
     if gate == "softplus16":
         a_log.fill_(2.7725887)
     if gate == "acc":
@@ -41,7 +43,7 @@ def inputs(lens, H, HV, *, io=bf16, gate="safe", gate_dtype=bf16, beta="logit", 
     if beta in ("0", "1", "2"):
         b.fill_(float(beta))
     return dict(q=q.to(io), k=k.to(io), v=v.to(io), gate=g.to(gate_dtype), beta=b.to(beta_dtype), a_log=a_log.to(params_dtype), dt_bias=dt.to(params_dtype),
-                h0=r(len(lens), HV, DIM, DIM) * h0, raw=not gate.startswith("log"), lower_bound=-5.0 if gate in ("safe", "slow", "acc") else 0.0,
+                h0=r(len(lens), HV, DIM, DIM) * h0, raw=not gate.startswith("log"), lower_bound=-5.0 if gate in ("safe", "bound", "slow", "acc") else 0.0,
                 beta_kind={"logit": 1, "twice": 2}.get(beta, 0), lens=lens, fixed=fixed)  # fmt: skip
 
 
@@ -87,7 +89,7 @@ def rel(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-300)) if a.numel() else 0.0
 
 
-def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_rows=False, pool=None, l2norm=True, scale=None, overlap=True, repeat=True):
+def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_rows=False, pool=None, l2norm=True, scale=None, overlap=True, repeat=True, segments=1):
     """Runs with poisoned outputs; -> o [B,T,HV,V], final states [N,HV,V,K], bitwise equal on a second run"""
     lens, N = d["lens"], len(d["lens"])
     q, k, v = d["q"], d["k"], d["v"]
@@ -117,7 +119,7 @@ def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_row
             s_in[order] = put(d["h0"]).to(state_dtype)
         p = op.plan(q, k, v, d["gate"], d["beta"], out, cu_seqlens=cu, a_log=d["a_log"] if d["raw"] else None, dt_bias=d["dt_bias"] if d["raw"] else None, raw=d["raw"],
                     lower_bound=d["lower_bound"], beta_kind=d["beta_kind"], l2norm=l2norm, scale=scale, state_in=s_in, state_out=s_out, read_index=read, write_index=write,
-                    null_slot=null, layout=layout, overlap=overlap)  # fmt: skip
+                    null_slot=null, layout=layout, overlap=overlap, segments=segments)  # fmt: skip
         p["run"]()
         torch.cuda.synchronize()
         states = s_out if pool is None else s_out[order]
@@ -160,6 +162,13 @@ def checks(op):
         ("beta twice", inputs([300], 2, 2, beta="twice", seed=22), {}),
         ("not normalised, scale 1", inputs([300], 2, 2, keys="scaled", gate="logmix", seed=23), dict(l2norm=False, scale=1.0)),
         ("scale 0", inputs([64], 2, 2, seed=24), dict(scale=0.0)),
+        ("gates at their bound", inputs([300], 2, 2, gate="bound", seed=26), {}),
+        ("3 segments, slow", inputs([1000], 2, 2, gate="slow", seed=27), dict(segments=3)),
+        ("8 segments", inputs([1000], 2, 4, seed=28), dict(segments=8)),
+        ("8 segments, slow f32, kv", inputs([2047], 2, 2, gate="slow", gate_dtype=f32, seed=29), dict(segments=8, layout="kv")),
+        ("2 segments, ragged", inputs([100, 0, 1, 333, 64, 31], 2, 2, gate="slow", seed=30), dict(segments=2)),
+        ("5 segments, ragged, no overlap", inputs([100, 0, 1, 333, 64, 31], 2, 2, gate="logmix", seed=31), dict(segments=5, overlap=False)),
+        ("5 segments, pool, g = 0", inputs([300, 500], 2, 2, gate="log0", seed=32), dict(segments=5, pool=torch.int32)),
         ("70 heads, 2 groups", inputs([40, 70], 70, 70, seed=25), {}),
     ]
     rows, bad = [], 0
@@ -194,7 +203,21 @@ SHAPES = [(64, [512]), (64, [1024]), (64, [4096]), (64, [8192]), (64, [16384]), 
           (96, [8192]), (16, [8192]), (12, [8192]), (8, [8192]), (8, [32768]), (4, [32768])]  # fmt: skip
 
 
-def times(op, gates, variants, shapes=SHAPES):
+def variants_of(H, lens, parts):
+    """name -> (plan keywords, which launch)"""
+    v = {"overlap": (dict(), "run"), "serial": (dict(overlap=False), "run")}
+    if parts:
+        v.update(prep3=(dict(overlap=False), "prep"), prep2=(dict(), "prep"), state=(dict(overlap=False), "state"), overlap1=(dict(prep_blocks=1), "run"))
+    if H <= 16 and len(lens) == 1:
+        for p in (3, 4, 5, 6, 8, 12, 16):
+            if 2 * H * p <= 528:
+                v[f"cp{p}"] = (dict(segments=p), "run")
+        if parts:
+            v.update(scan5=(dict(segments=5, overlap=False), "scan"), carry5=(dict(segments=5, overlap=False), "carry"), state5=(dict(segments=5, overlap=False), "state"))
+    return v
+
+
+def times(op, gates, parts, shapes=SHAPES):
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=dev)
     rows = []
     for H, lens in shapes:
@@ -205,7 +228,7 @@ def times(op, gates, variants, shapes=SHAPES):
             cu = torch.tensor([0] + [sum(lens[: i + 1]) for i in range(len(lens))], dtype=torch.int32, device=dev)
             s_out = torch.empty_like(d["h0"])
             row = dict(H=H, shape="x".join(map(str, lens)) if len(lens) < 3 else f"{len(lens)} seqs of {T}", gate=gate)
-            for name, kw, what in variants:
+            for name, (kw, what) in variants_of(H, lens, parts and gate == gates[0]).items():
                 p = op.plan(d["q"], d["k"], d["v"], d["gate"], d["beta"], out, cu_seqlens=cu, a_log=d["a_log"], dt_bias=d["dt_bias"], lower_bound=d["lower_bound"],
                             state_in=d["h0"], state_out=s_out, **kw)  # fmt: skip
                 p["run"](); p["run"](); torch.cuda.synchronize()
@@ -234,10 +257,7 @@ if __name__ == "__main__":
     if "check" in what:
         result["checks"], bad = checks(op)
     if "time" in what:
-        variants = [("overlap", dict(overlap=True), "run"), ("serial", dict(overlap=False), "run")]
-        if "parts" in what:
-            variants += [("prep3", dict(overlap=False), "prep"), ("prep2", dict(overlap=True), "prep"), ("state", dict(overlap=False), "state"), ("overlap1", dict(prep_blocks=1), "run")]
-        result["times"] = times(op, ["safe"] + (["slow"] if "slow" in what else []), variants)
+        result["times"] = times(op, ["safe"] + (["slow"] if "slow" in what else []), "parts" in what)
     result["kernels"] = {n: dict(registers=k.registers, local=k.local, occupancy=k.occupancy) for n, k in op.cache.items()}
     json.dump(result, open(os.path.join(OUT, "kda_prefill.json"), "w"), indent=1)
     print("kernels", result["kernels"])

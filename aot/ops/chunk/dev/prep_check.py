@@ -35,7 +35,7 @@ def library(io, gate_f32, build):
 
 
 def case(name, rng, lens=(70,), H=1, HV=2, io="bf16", gate="safe", gate_dtype="bf16", beta="logit", beta_dtype="bf16", l2norm=True, fixed=False,
-         keys="random", cu_dtype=np.int32, scale=None, extra=0, head_group=0):
+         keys="random", cu_dtype=np.int32, scale=None, extra=0, head_group=0, segments=1):
     N, T = len(lens), sum(lens) + extra
     n = lambda *s: rng.standard_normal(s)
     k = n(T, H, DIM)
@@ -49,6 +49,8 @@ def case(name, rng, lens=(70,), H=1, HV=2, io="bf16", gate="safe", gate_dtype="b
     a_log, dt = rng.random(HV), rng.random((HV, DIM))
     if gate == "slow":
         a_log[:], dt[:] = 0, -8
+    if gate == "bound":
+        g = np.where(rng.random(g.shape) < 0.8, 30.0, g)
     if gate == "softplus16":
         a_log[:] = np.log(16)
     if gate in ("log-20", "log-50"):
@@ -65,8 +67,8 @@ def case(name, rng, lens=(70,), H=1, HV=2, io="bf16", gate="safe", gate_dtype="b
 def run(c, build):
     lens, H, HV, io = c["lens"], c["H"], c["HV"], c["io"]
     N, T = c["N"], c["T"]
-    raw, lib = c["gate"] in ("safe", "slow", "softplus", "softplus16"), library(io, c["gate_dtype"] == "f32", build)
-    lower = -5.0 if c["gate"] in ("safe", "slow") else 0.0
+    raw, lib = c["gate"] in ("safe", "bound", "slow", "softplus", "softplus16"), library(io, c["gate_dtype"] == "f32", build)
+    lower = -5.0 if c["gate"] in ("safe", "bound", "slow") else 0.0
     kind = {"logit": 1, "twice": 2}.get(c["beta"], 0)
     qb, q = to_bits(c["q"], io); kb, k = to_bits(c["k"], io); vb, v = to_bits(c["v"], io)
     gb, g = to_bits(c["g"], c["gate_dtype"]); bb, b = to_bits(c["b"], c["beta_dtype"])
@@ -83,7 +85,7 @@ def run(c, build):
     modes = raw | CODE[c["gate_dtype"]] << 1 | 0 << 3 | 0 << 5 | kind << 7 | CODE[c["beta_dtype"]] << 9 | bool(c["l2norm"]) << 11 | cu_code << 12
     ptr = (ctypes.c_void_p * 9)(*[x.ctypes.data for x in (qb, kb, gb, ab, db, bb, cu, rec, flags)])
     strides = (ctypes.c_int64 * 13)(bt * H * DIM, H * DIM, DIM, bt * H * DIM, H * DIM, DIM, bt * HV * DIM, HV * DIM, DIM, bt * HV, HV, 1, tokens)
-    nums = (ctypes.c_int32 * 6)(HV, HV // H, c["head_group"] or HV, N, chunks, modes)
+    nums = (ctypes.c_int32 * 7)(HV, HV // H, c["head_group"] or HV, N, chunks, c["segments"], modes)
     lib.emulate_prep(ptr, strides, nums, ctypes.c_float(scale), ctypes.c_float(lower), 3)
     rec = rec.reshape(chunks, HV, RECORD_BYTES); flags = flags.reshape(HV, chunks)
     # float64 reference of the inputs' activation
@@ -136,6 +138,8 @@ def cases(rng):
     yield C("tails int64, unused capacity", lens=(0, 5, 40), HV=1, cu_dtype=np.int64, extra=50)
     yield C("fixed batch", lens=(45, 45), fixed=True)
     yield C("group 4, 3 heads at a time", H=2, HV=8, lens=(33,), head_group=3)
+    yield C("3 segments", lens=(150,), segments=3)
+    yield C("gates at their bound", gate="bound")
     yield C("fp16", io="fp16"); yield C("fp16 gate", io="fp16", gate_dtype="fp16", beta_dtype="fp16")
     yield C("f32 gate", gate_dtype="f32", beta_dtype="f32")
     yield C("slow", gate="slow", gate_dtype="f32"); yield C("softplus", gate="softplus"); yield C("softplus A=16", gate="softplus16")
@@ -146,8 +150,23 @@ def cases(rng):
     yield C("not normalised", l2norm=False, keys="scaled", scale=1.0, gate="logmix")
 
 
+def run_carry(build, segments=5, chains=2):
+    """kda_carry.cu: largest difference from float64, relative to the largest value"""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((chains, segments, 2, DIM, DIM)).astype(np.float32)
+    x[:, :, 1] *= 0.1
+    want = x.astype(np.float64)
+    for s in range(1, segments - 1):
+        want[:, s, 0] += want[:, s - 1, 0] @ want[:, s, 1]
+    library("bf16", False, build).emulate_carry(ctypes.c_void_p(x.ctypes.data), segments, chains)
+    return float(np.abs(x - want).max() / np.abs(want).max())
+
+
 if __name__ == "__main__":
     build = os.environ.get("BUILD", "/tmp"); rng = np.random.default_rng(int(os.environ.get("SEED", "0"))); bad = 0
+    e = run_carry(build)
+    bad += not e < 1e-6
+    print("ok  " if e < 1e-6 else "FAIL", f"carry {e:.1e}")
     for c in cases(rng):
         if len(sys.argv) > 1 and sys.argv[1] not in c["name"]:
             continue
