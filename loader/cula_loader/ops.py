@@ -41,26 +41,29 @@ def _fail(name: str, value, allowed: str):
     raise InvalidArgumentError(f"{name}={value!r}: allowed: {allowed}")
 
 
+# Option sets are kept under their values, so what equals an allowed value must be allowed whether or not it came first: True is 1 is 1.0.
+
+
 def _choice(name: str, value, table: dict[str, int]) -> int:
-    if type(value) is not str or value not in table:
+    if not isinstance(value, str) or value not in table:
         _fail(name, value, ", ".join(map(repr, table)))
     return table[value]
 
 
 def _flag(name: str, value) -> int:
-    if value is not True and value is not False:
+    if not isinstance(value, numbers.Real) or value not in (0, 1):
         _fail(name, value, "True, False")
     return int(value)
 
 
 def _real(name: str, value) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real):
         _fail(name, value, "a real number" + (" or None" if name in ("scale", "lower_bound") else ""))
     return float(value)
 
 
 def _integer(name: str, value, low: int, high: int) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, numbers.Real) or not low <= value <= high or value != int(value):
         _fail(name, value, f"an integer from {low} to {high}")
     return int(value)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from cula_loader import InvalidArgumentError, call, empty
 
+from ._outputs import shape_of
+
 
 def run_gate(op, x, A_log, dt_bias, lower_bound, beta, beta_kind, out, beta_out, dtype, num_threads, stream, donate):
     if dtype not in ("fp32", "bf16", "fp16"):
@@ -16,8 +18,8 @@ def run_gate(op, x, A_log, dt_bias, lower_bound, beta, beta_kind, out, beta_out,
         raise InvalidArgumentError(f"{op.name}: beta_kind='value': allowed: 'logit', 'logit_twice'; a beta that is a value needs no activation")
     fresh = ()
     if out is None:
-        out, fresh = empty(x, "out", tuple(x.shape), dtype), ("g",)
+        out, fresh = empty(x, "out", shape_of(op.name, "x", x), dtype), ("g",)
     if beta is not None and beta_out is None:
-        beta_out, fresh = empty(beta, "beta_out", tuple(beta.shape), dtype), (*fresh, "beta_out")
+        beta_out, fresh = empty(beta, "beta_out", shape_of(op.name, "beta", beta), dtype), (*fresh, "beta_out")
     call(op, (x, out, A_log, dt_bias, beta, beta_out), (beta_kind, lower_bound, num_threads), stream, donate, fresh)
     return out if beta is None else (out, beta_out)

@@ -6,7 +6,7 @@ from cula_loader import call
 from cula_loader.ops import GDN_DECODE, GDN_GATE
 
 from ._gate import run_gate
-from ._rows import new_out
+from ._outputs import new_out
 
 
 def gdn_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixed_qkv=None, A_log=None, dt_bias=None, gate_kind="none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cula_loader import call
 from cula_loader.ops import GLA_DECODE
 
-from ._rows import new_out
+from ._outputs import new_out
 
 
 def gla_decode(q=None, k=None, v=None, gate=None, state=None, *, mixed_qkv=None, gate_kind="none", l2norm=False, scale=None,

@@ -6,7 +6,7 @@ from cula_loader import call
 from cula_loader.ops import KDA_DECODE, KDA_GATE
 
 from ._gate import run_gate
-from ._rows import new_out
+from ._outputs import new_out
 
 
 def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixed_qkv=None, A_log=None, dt_bias=None, lower_bound=None,

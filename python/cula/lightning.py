@@ -5,7 +5,7 @@ from __future__ import annotations
 from cula_loader import InvalidArgumentError, call
 from cula_loader.ops import LIGHTNING_DECODE
 
-from ._rows import new_out
+from ._outputs import new_out
 
 
 def lightning_decode(q=None, k=None, v=None, state=None, *, decay=None, gate=None, gate_kind="none", mixed_qkv=None, l2norm=False,

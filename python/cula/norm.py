@@ -5,6 +5,8 @@ from __future__ import annotations
 from cula_loader import InvalidArgumentError, call, empty
 from cula_loader.ops import L2NORM
 
+from ._outputs import shape_of
+
 
 def l2norm(x, *, eps=1e-6, out=None, rstd=None, dtype=None, num_threads=0, stream=None, donate=False):
     """x / sqrt(sum x^2 + eps) over the last dimension; returns out.
@@ -20,7 +22,7 @@ def l2norm(x, *, eps=1e-6, out=None, rstd=None, dtype=None, num_threads=0, strea
     if out is None:
         if dtype not in (None, "fp32", "bf16", "fp16"):
             raise InvalidArgumentError(f"l2norm: dtype={dtype!r}: allowed: None, 'fp32', 'bf16', 'fp16'")
-        out, fresh = empty(x, "out", tuple(x.shape), dtype), ("y",)
+        out, fresh = empty(x, "out", shape_of("l2norm", "x", x), dtype), ("y",)
     elif dtype is not None:
         raise InvalidArgumentError("l2norm: dtype is that of out when out is given")
     call(L2NORM, (x, out, rstd), (eps, num_threads), stream, donate, fresh)

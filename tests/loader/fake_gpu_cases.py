@@ -483,7 +483,7 @@ def case_importing_opens_no_driver():
     before = gpu.init_count  # torch may ask whether there is a GPU
     import cula
 
-    assert "cuda" not in sys.modules and gpu.init_count == before
+    assert gpu.init_count == before
     cula.query(cula.kda.kda_decode, q=cula.Spec((1, 1, 64), "bf16"), k=cula.Spec((1, 1, 64), "bf16"), v=cula.Spec((1, 1, 64), "bf16"),
                beta=cula.Spec((1, 1), "fp32"), arch="sm90")
     assert gpu.init_count == before

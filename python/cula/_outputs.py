@@ -1,4 +1,4 @@
-"""Outputs of the decode functions when the caller gives none."""
+"""Outputs that the caller did not give."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from cula_loader import InvalidArgumentError, empty
 def new_out(op: str, v, mixed_qkv, state, state_layout):
     """out for rows v, or for packed rows, whose value heads only the state's shape tells."""
     if v is not None:
-        return empty(v, "out", _shape(op, "v", v))
+        return empty(v, "out", shape_of(op, "v", v))
     if mixed_qkv is None:
         raise InvalidArgumentError(f"{op}: v is missing: give q, k and v, or mixed_qkv")
     if state is None:
         raise InvalidArgumentError(f"{op}: mixed_qkv alone does not tell HV and V: pass out= or state")
-    slots = _shape(op, "state", state)
+    slots = shape_of(op, "state", state)
     if len(slots) != 4:
         raise InvalidArgumentError(f"{op}: state has shape {list(slots)}; expected [slots,HV,V,K] or [slots,HV,K,V]")
     value_dim = slots[3] if state_layout == "kv" else slots[2]
-    return empty(mixed_qkv, "out", (*_shape(op, "mixed_qkv", mixed_qkv)[:-1], slots[1], value_dim))
+    return empty(mixed_qkv, "out", (*shape_of(op, "mixed_qkv", mixed_qkv)[:-1], slots[1], value_dim))
 
 
-def _shape(op: str, name: str, x) -> tuple[int, ...]:
+def shape_of(op: str, name: str, x) -> tuple[int, ...]:
+    """x.shape, or the refusal of something that is no array."""
     try:
         return tuple(x.shape)
     except AttributeError:
-        raise InvalidArgumentError(f"{op}: {name}: {type(x).__qualname__} is no array; pass out= if it has no shape attribute") from None
+        raise InvalidArgumentError(f"{op}: {name}: {type(x).__qualname__} is no array: it has no shape") from None
