@@ -46,7 +46,7 @@ def test_case_02_slot_stride_beyond_2_31(device, op, layout):
 def test_case_03_pool_smaller_than_the_batch(device, layout):
     """The bound of an index is the number of slots, not the number of rows: 12 rows, 3 slots, most rows padding."""
     x = rows("kda", 12, device=device)
-    read = index([-1, 2, -1, 3, 11, 0, -1, 1, 5, 0, 1, 2], device=device)
+    read = index([-1, 2, -1, 3, 11, 0, -1, -1, 5, 4, -9, 3], device=device)
     write = index([-1, 2, -1, 3, 11, 0, -1, 1, 5, -1, -1, -1], device=device)
     run("kda", x, state=pool(3, layout=layout, device=device), read_index=read, write_index=write, layout=layout)
 

@@ -112,7 +112,8 @@ def test_no_rows_inside_a_capture(make_call):
 FIRST_CALL = """
 import torch
 from tests.cases.tools import GATE, expectation, pool, rows
-from tests.numerics.call import decode, prepare
+from cula import prepare
+from tests.numerics.call import decode
 from tests.numerics.compare import assert_close
 x, state = rows("kda", 3, device="cuda"), pool(3, device="cuda")
 want = expectation("kda", x, state=state)

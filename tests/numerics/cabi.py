@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
 
-LIBRARY = Path(__file__).parents[2] / "artifacts" / "lib" / "libcula.so"
+ARTIFACTS = Path(os.environ.get("CULA_ARTIFACTS") or Path(__file__).parents[2] / "artifacts")  # as the loader looks for them
+LIBRARY = ARTIFACTS / "lib" / "libcula.so"
 
 STATUS = ("CULA_OK", "CULA_ERR_INVALID_ARGUMENT", "CULA_ERR_UNSUPPORTED", "CULA_ERR_NOT_FOUND", "CULA_ERR_ARTIFACT",
           "CULA_ERR_VERSION", "CULA_ERR_WORKSPACE", "CULA_ERR_CUDA", "CULA_ERR_OUT_OF_MEMORY", "CULA_ERR_INTERNAL")

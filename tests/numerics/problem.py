@@ -203,7 +203,8 @@ def slot_indices(case: Case, slots: int, generator):
 
 def add_indices(p: Problem, read, write, null) -> None:
     kind = p.case.index
-    narrow = {"read_index": kind not in ("read_i64_pad", "rw_i64_null"), "write_index": kind in ("rw_i32_pad", "rw_oob")}
+    narrow = {"read_index": kind not in ("read_i64_pad", "rw_i64_null"),
+              "write_index": kind in ("read_i32", "rw_i32_pad", "rw_oob")}
     for name, values in (("read_index", read), ("write_index", write)):
         if values is None:
             continue
@@ -281,6 +282,8 @@ def build(case: Case, device: str, mutate=None) -> Problem:
         if c.pool in ("write_only", "out_of_place"):
             add_pool(p, "state_out", slots, generator, 16, 0)
         read, write, null = slot_indices(c, slots, generator)
+        if c.pool == "write_only":  # there is no slot to read: only stores are named
+            read, write = None, read if write is None else write
         add_indices(p, read, write, null)
         if "state" in p.op_args:
             # What is not read must not matter: NaN in every slot that no row reads, the null slot included.

@@ -1,6 +1,6 @@
-"""The recurrences in float64, one row at a time, as the formulas are written in cula.h. Nothing here is fast.
+"""The recurrences in float64, as the formulas are written in cula.h. Nothing here is fast.
 
-Reading order: step (one token of one row), log_decay and activate_beta (the gate and beta forms), decode (rows, slots and
+Reading order: step (one token of some rows), log_decay and activate_beta (the gate and beta forms), decode (rows, slots and
 pools around it), sequence (many tokens, for the comparison with other references).
 
 Arrays are numpy; every input is converted to float64, so values of a narrower dtype enter exactly. Shapes: N rows, H
@@ -15,15 +15,17 @@ import numpy as np
 
 DELTA_RULE = {"kda": True, "gdn": True, "gla": False, "lightning": False}
 L2NORM_EPS = 1e-6
+BLOCK_ELEMENTS = 1 << 20  # state elements of the rows that are taken at a time; bounds the memory, changes no value
 
 
 def step(S, q, k, v, decay, beta, delta_rule):
-    """One token. S [HV,K,V], q, k [HV,K] (q already scaled), v [HV,V], decay [HV,K], beta [HV]. Returns o [HV,V], new S."""
-    S = decay[:, :, None] * S
+    """One token of n rows. S [n,HV,K,V], q, k [n,HV,K] (q already scaled), v [n,HV,V], decay [n,HV,K], beta [n,HV].
+    Returns o [n,HV,V] and the new S."""
+    S = decay[..., None] * S
     if delta_rule:
-        v = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
-    S = S + k[:, :, None] * v[:, None, :]
-    return np.einsum("hkv,hk->hv", S, q), S
+        v = beta[..., None] * (v - np.einsum("nhkv,nhk->nhv", S, k))
+    S = S + k[..., None] * v[..., None, :]
+    return np.einsum("nhkv,nhk->nhv", S, q), S
 
 
 def sigmoid(x):
@@ -39,22 +41,22 @@ def l2_normalise(x):
 
 
 def log_decay(kind, gate, hv, k, A_log=None, dt_bias=None, lower_bound=0.0):
-    """g of one token, broadcast to [HV,K]. `gate` is the row's slice of the gate tensor (or lambda [HV] for const_head)."""
+    """g, in a shape that broadcasts to [n,HV,K]. gate: [n,HV] or [n,HV,K]; lambda [HV] for const_head."""
     if kind == "none":
-        return np.zeros((hv, k))
+        return np.zeros((1, hv, k))
     gate = np.asarray(gate, np.float64)
     if kind == "const_head":
         with np.errstate(divide="ignore"):
-            return np.broadcast_to(np.log(gate)[:, None], (hv, k))
-    per_head = gate.ndim == 1
+            return np.log(gate)[None, :, None]
+    per_head = gate.ndim == 2
     if kind == "raw":
         rate = np.ones(hv) if A_log is None else np.exp(np.asarray(A_log, np.float64).reshape(hv))
-        bias = np.zeros(gate.shape) if dt_bias is None else np.asarray(dt_bias, np.float64).reshape(gate.shape)
+        bias = 0.0 if dt_bias is None else np.asarray(dt_bias, np.float64).reshape(gate.shape[1:])
         rate = rate if per_head else rate[:, None]
         gate = lower_bound * sigmoid(rate * (gate + bias)) if lower_bound < 0 else -rate * softplus(gate + bias)
     elif kind not in ("log_head", "log_channel"):
         raise ValueError(kind)
-    return np.broadcast_to(gate[:, None] if per_head else gate, (hv, k))
+    return gate[..., None] if per_head else gate
 
 
 def activate_beta(kind, beta):
@@ -92,22 +94,25 @@ def decode(op, q, k, v, *, gate=None, gate_kind="none", A_log=None, dt_bias=None
         s = n if index is None else int(index[n])
         return None if s < 0 or s >= len(pool) or (null_slot is not None and s == null_slot) else s
 
-    for n in range(n_rows):
-        read = slot(read_index, n, pool_in)
-        write = slot(read_index if write_index is None else write_index, n, pool_out)
-        if pool_out is not None and read is None and write is None:
-            continue  # padding: zero output, nothing stored
-        S = np.zeros((hv, kdim, vdim)) if read is None else pool_in[read]
-        if read is not None and layout == "vk":
-            S = S.swapaxes(-1, -2)
-        qn, kn = (np.repeat(l2_normalise(x) if l2norm else x, hv // h, axis=0) for x in (q[n], k[n]))
-        g = log_decay(gate_kind, gate if gate is None or gate_kind == "const_head" else gate[n], hv, kdim, A_log, dt_bias,
-                      lower_bound)
-        b = activate_beta(beta_kind, beta[n]) if DELTA_RULE[op] else None
-        out[n], S = step(S, scale * qn, kn, v[n], np.exp(g), b, DELTA_RULE[op])
-        if write is not None:
-            pool_out[write] = S.swapaxes(-1, -2) if layout == "vk" else S
-            written.append(write)
+    reads = [slot(read_index, n, pool_in) for n in range(n_rows)]
+    writes = [slot(read_index if write_index is None else write_index, n, pool_out) for n in range(n_rows)]
+    # A row with neither is padding, where there is a pool at all: zero output, nothing stored.
+    live = [n for n in range(n_rows) if pool_out is None or reads[n] is not None or writes[n] is not None]
+    block = max(1, BLOCK_ELEMENTS // (hv * kdim * vdim))
+    for rows in (live[i : i + block] for i in range(0, len(live), block)):
+        S = np.zeros((len(rows), hv, kdim, vdim))
+        for i, n in enumerate(rows):
+            if reads[n] is not None:
+                S[i] = pool_in[reads[n]].swapaxes(-1, -2) if layout == "vk" else pool_in[reads[n]]
+        qn, kn = (np.repeat(l2_normalise(x[rows]) if l2norm else x[rows], hv // h, axis=1) for x in (q, k))
+        g = log_decay(gate_kind, gate if gate is None or gate_kind == "const_head" else np.asarray(gate)[rows], hv, kdim, A_log,
+                      dt_bias, lower_bound)
+        b = activate_beta(beta_kind, np.asarray(beta)[rows]) if DELTA_RULE[op] else None
+        out[rows], S = step(S, scale * qn, kn, v[rows], np.exp(np.broadcast_to(g, kn.shape)), b, DELTA_RULE[op])
+        for i, n in enumerate(rows):
+            if writes[n] is not None:
+                pool_out[writes[n]] = S[i].swapaxes(-1, -2) if layout == "vk" else S[i]
+                written.append(writes[n])
     return Decoded(out, pool_out, np.unique(np.array(written, np.int64)))
 
 
