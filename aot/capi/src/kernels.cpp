@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <tuple>
 
 #include "error.h"
 #include "names.h"
@@ -10,8 +9,17 @@
 namespace cula {
 namespace {
 
-// The order of the table.
-auto rank(const KernelKey& k) noexcept { return std::tie(k.arch, k.op, k.io, k.state, k.layout, k.variant, k.k, k.v); }
+// The order of the table, as two words.
+struct Rank {
+  uint64_t high, low;
+  bool operator<(const Rank& other) const noexcept { return high != other.high ? high < other.high : low < other.low; }
+  bool operator==(const Rank& other) const noexcept { return high == other.high && low == other.low; }
+};
+Rank rank(const KernelKey& k) noexcept {
+  return {static_cast<uint64_t>(static_cast<uint32_t>(k.arch)) << 32 | static_cast<uint32_t>(k.op),
+          static_cast<uint64_t>(k.io) << 56 | static_cast<uint64_t>(k.state) << 48 | static_cast<uint64_t>(k.layout) << 40 |
+              static_cast<uint64_t>(k.variant) << 32 | static_cast<uint64_t>(k.k) << 16 | k.v};
+}
 
 // Axes in the order in which a missing value is reported: what a reader would name first.
 enum Axis { kArch, kIo, kState, kLayout, kVariant, kDimK, kDimV, kAxes };
@@ -91,10 +99,10 @@ int list_built(const KernelKey& key, int axis, char* text, size_t size) noexcept
 }  // namespace
 
 int32_t find_kernel(const KernelKey& key) noexcept {
+  const Rank wanted = rank(key);
   const KernelRow* end = kKernels + kKernelCount;
-  const KernelRow* row =
-      std::lower_bound(kKernels, end, key, [](const KernelRow& a, const KernelKey& b) { return rank(a.key) < rank(b); });
-  return row != end && rank(row->key) == rank(key) ? static_cast<int32_t>(row - kKernels) : -1;
+  const KernelRow* row = std::lower_bound(kKernels, end, wanted, [](const KernelRow& a, const Rank& b) { return rank(a.key) < b; });
+  return row != end && rank(row->key) == wanted ? static_cast<int32_t>(row - kKernels) : -1;
 }
 
 cula_status select_kernel(const char* op_name, const KernelKey& key, int32_t param_count, int32_t* kernel) noexcept {

@@ -50,14 +50,17 @@ Text set_text(uint32_t dtypes) noexcept {
   return text;
 }
 
+constexpr uint32_t word(uint32_t code, uint32_t bits, uint32_t lanes) { return code | bits << 8 | lanes << 16; }
+
 Element element_of(const DLDataType& t) noexcept {
-  if (t.lanes != 1) return Element::absent;
-  if (t.code == kDLFloat && t.bits == 32) return Element::f32;
-  if (t.code == kDLBfloat && t.bits == 16) return Element::bf16;
-  if (t.code == kDLFloat && t.bits == 16) return Element::fp16;
-  if (t.code == kDLInt && t.bits == 32) return Element::i32;
-  if (t.code == kDLInt && t.bits == 64) return Element::i64;
-  return Element::absent;
+  switch (word(t.code, t.bits, t.lanes)) {
+    case word(kDLFloat, 32, 1): return Element::f32;
+    case word(kDLBfloat, 16, 1): return Element::bf16;
+    case word(kDLFloat, 16, 1): return Element::fp16;
+    case word(kDLInt, 32, 1): return Element::i32;
+    case word(kDLInt, 64, 1): return Element::i64;
+    default: return Element::absent;
+  }
 }
 
 constexpr uint8_t kItemsize[] = {4, 2, 2, 0, 4, 8};
@@ -109,7 +112,7 @@ cula_status Operands::missing(const char* name) noexcept {
   return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is missing (NULL)", op_, name);
 }
 
-cula_status Operands::check_device(const char* name, const DLDevice& device) noexcept {
+cula_status Operands::other_device(const char* name, const DLDevice& device) noexcept {
   const int32_t type = device.device_type, id = type == kDLCPU ? 0 : device.device_id;
   if (first_ == nullptr) {
     if (type != kDLCPU && !is_gpu(type)) {
@@ -122,101 +125,99 @@ cula_status Operands::check_device(const char* name, const DLDevice& device) noe
     device_id_ = id;
     return CULA_OK;
   }
-  if (id == device_id_ && (type == device_type_ || (is_gpu(type) && device_type_ == kDLCUDA))) return CULA_OK;
+  if (id == device_id_ && (type == device_type_ || (is_gpu(type) && device_type_ == kDLCUDA))) return CULA_OK;  // managed, or CPU of a number
   return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is on %s, %s is on %s; all tensors of a call must be on one device", op_, name,
               device_text(type, id).s, first_, device_text(device_type_, device_id_).s);
 }
 
 cula_status Operands::read(const char* name, const DLTensor* given, uint32_t dtypes, Tensor* out) noexcept {
   const DLTensor& t = *given;
-  CULA_TRY(check_device(name, t.device));
-  if (t.ndim < 0 || t.ndim > kMaxRank || (t.ndim > 0 && t.shape == nullptr)) {
-    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has ndim %d%s; from 0 to %d, with a shape", op_, name, t.ndim,
+  if (t.device.device_type != device_type_ || t.device.device_id != device_id_) CULA_TRY(other_device(name, t.device));
+  const int32_t rank = t.ndim;
+  if (__builtin_expect(rank < 0 || rank > kMaxRank || (rank > 0 && t.shape == nullptr), 0)) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has ndim %d%s; from 0 to %d, with a shape", op_, name, rank,
                 t.shape == nullptr ? " and shape NULL" : "", kMaxRank);
   }
   const Element dtype = element_of(t.dtype);
-  if (dtype == Element::absent || !(dtypes >> static_cast<int>(dtype) & 1)) {
+  if (__builtin_expect(!(dtypes >> static_cast<int>(dtype) & 1), 0)) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has dtype %s; must be %s", op_, name, dtype_text(t.dtype).s, set_text(dtypes).s);
   }
+  const int64_t itemsize = kItemsize[static_cast<int>(dtype)];
   out->name = name;
   out->dtype = dtype;
-  out->itemsize = kItemsize[static_cast<int>(dtype)];
-  out->rank = t.ndim;
+  out->itemsize = static_cast<uint8_t>(itemsize);
+  out->rank = rank;
 
+  // Elements, and the lowest and highest offset of one.
   int64_t elements = 1, low = 0, high = 0;
   bool empty = false, overflow = false;
-  for (int i = t.ndim - 1; i >= 0; --i) {
+  for (int i = rank - 1; i >= 0; --i) {
     const int64_t extent = t.shape[i];
-    if (extent < 0) return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; extents must not be negative", op_, name, shape_text(t.ndim, t.shape).s);
     int64_t stride = 0;
-    if (extent == 0) {
-      empty = true;
-    } else if (extent > 1) {
+    if (extent > 1) {
       stride = t.strides != nullptr ? t.strides[i] : elements;
       int64_t reach;
-      overflow |= __builtin_mul_overflow(extent - 1, stride, &reach);
-      overflow |= stride < 0 ? __builtin_add_overflow(low, reach, &low) : __builtin_add_overflow(high, reach, &high);
-      overflow |= __builtin_mul_overflow(elements, extent, &elements);
+      if (__builtin_mul_overflow(extent - 1, stride, &reach) || __builtin_mul_overflow(elements, extent, &elements)) {
+        overflow = true;
+      } else if (stride >= 0 ? __builtin_add_overflow(high, reach, &high) : __builtin_add_overflow(low, reach, &low)) {
+        overflow = true;
+      }
+    } else if (extent == 0) {
+      empty = true;
+    } else if (extent < 0) {
+      return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; extents must not be negative", op_, name, shape_text(rank, t.shape).s);
     }
     out->shape[i] = extent;
     out->stride[i] = stride;
   }
-  out->elements = empty ? 0 : elements;
-  if (empty) {  // not `elements == 0`: a product that overflowed may be 0 too
+  if (__builtin_expect(empty, 0)) {  // not `elements == 0`: a product that overflowed may be 0 too
+    out->elements = 0;
     out->data = nullptr;
     out->begin = out->end = 0;
     return CULA_OK;
   }
-
-  if (t.data == nullptr) {
+  if (__builtin_expect(t.data == nullptr, 0)) {
     return fail(CULA_ERR_INVALID_ARGUMENT,
                 "%s: %s has shape %s and data NULL; a tensor without storage (torch's FakeTensor or meta tensors) cannot be computed with", op_,
-                name, shape_text(t.ndim, t.shape).s);
+                name, shape_text(rank, t.shape).s);
   }
+
   const uintptr_t data = reinterpret_cast<uintptr_t>(t.data);
-  uintptr_t base;
-  overflow |= __builtin_mul_overflow(low, out->itemsize, &low);
-  overflow |= __builtin_add_overflow(high, 1, &high) || __builtin_mul_overflow(high, out->itemsize, &high);
-  overflow |= __builtin_add_overflow(data, t.byte_offset, &base);
-  overflow |= __builtin_add_overflow(base, low, &out->begin);
-  overflow |= __builtin_add_overflow(base, high, &out->end);
+  uintptr_t base, begin, end;
   int64_t length;
-  overflow |= __builtin_sub_overflow(high, low, &length);
-  if (overflow) {
+  if (__builtin_expect(overflow || __builtin_add_overflow(high, 1, &high) || __builtin_mul_overflow(high, itemsize, &high) ||
+                           __builtin_mul_overflow(low, itemsize, &low) || __builtin_sub_overflow(high, low, &length) ||
+                           __builtin_add_overflow(data, t.byte_offset, &base) || __builtin_add_overflow(base, low, &begin) ||
+                           __builtin_add_overflow(base, high, &end),
+                       0)) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; with its strides and byte_offset it does not fit in the address space", op_, name,
-                shape_text(t.ndim, t.shape).s);
+                shape_text(rank, t.shape).s);
   }
-  if (base % out->itemsize != 0) {
+  if (__builtin_expect((base & (itemsize - 1)) != 0, 0)) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s is at %#llx; its address must be a multiple of %d bytes, the size of %s", op_, name,
-                static_cast<unsigned long long>(base), out->itemsize, element_name(dtype));
+                static_cast<unsigned long long>(base), static_cast<int>(itemsize), element_name(dtype));
   }
+  out->elements = elements;
+  out->begin = begin;
+  out->end = end;
   out->data = reinterpret_cast<const char*>(base);
   return CULA_OK;
 }
 
-cula_status rows_of(const char* op, const Tensor& t, int32_t tail, const char* layout, Rows* rows) noexcept {
-  int at;
-  if (t.rank == tail + 1) {
-    at = 0;
-  } else if (t.rank == tail + 2 && t.shape[1] == 1) {
-    at = 0;
-  } else if (t.rank == tail + 2 && t.shape[0] == 1) {
-    at = 1;
-  } else if (t.rank == tail + 2) {
-    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; expected %s, with the rows as [N,1,...] or [1,N,...]: one token a row", op, t.name,
-                shape_text(t).s, layout);
-  } else {
+cula_status rows_with_unit(const char* op, const Tensor& t, int32_t tail, const char* layout, Rows* rows) noexcept {
+  if (t.rank != tail + 2) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; expected %s", op, t.name, shape_text(t).s, layout);
   }
-  rows->n = t.shape[at];
-  rows->stride = t.stride[at];
-  rows->shape = t.shape + (t.rank - tail);
-  rows->strides = t.stride + (t.rank - tail);
+  if (t.shape[0] != 1 && t.shape[1] != 1) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s; expected %s, with the rows as [N,1,...] or [1,N,...]: one token a row", op, t.name,
+                shape_text(t).s, layout);
+  }
+  const int at = t.shape[1] == 1 ? 0 : 1;
+  *rows = {t.shape[at], t.stride[at], t.shape + 2, t.stride + 2};
   return CULA_OK;
 }
 
-cula_status require_unit_stride(const char* op, const Tensor& t) noexcept {
-  if (t.rank == 0 || t.shape[t.rank - 1] <= 1 || t.elements == 0 || t.stride[t.rank - 1] == 1) return CULA_OK;
+cula_status strided(const char* op, const Tensor& t) noexcept {
   return fail(CULA_ERR_INVALID_ARGUMENT, "%s: the last stride of %s is %lld; must be 1", op, t.name, static_cast<long long>(t.stride[t.rank - 1]));
 }
 
@@ -238,28 +239,37 @@ cula_status require_vector(const char* op, const Tensor& t, int64_t count, const
 }
 
 cula_status require_distinct(const char* op, const Tensor& t) noexcept {
-  if (t.elements <= 1) return CULA_OK;
-  int order[kMaxRank], count = 0;
-  for (int i = t.rank - 1; i >= 0; --i) {  // from the last dimension on they nearly always come sorted
-    if (t.shape[i] <= 1) continue;
-    int at = count++;
-    for (; at > 0 && std::abs(t.stride[order[at - 1]]) > std::abs(t.stride[i]); --at) order[at] = order[at - 1];
-    order[at] = i;
-  }
+  // Strides that fall from the first to the last dimension, as nearly always.
   int64_t span = 0;  // largest distance, in elements, within the dimensions so far
-  for (int i = 0; i < count; ++i) {
-    const int64_t stride = std::abs(t.stride[order[i]]);
+  int i = t.elements > 1 ? t.rank - 1 : -1;
+  for (; i >= 0; --i) {
+    if (t.shape[i] <= 1) continue;
+    const int64_t stride = std::abs(t.stride[i]);
+    if (stride <= span) break;
+    span += (t.shape[i] - 1) * stride;
+  }
+  if (i < 0) return CULA_OK;
+
+  int order[kMaxRank], count = 0;  // dimensions by stride
+  for (int d = 0; d < t.rank; ++d) {
+    if (t.shape[d] <= 1) continue;
+    int at = count++;
+    for (; at > 0 && std::abs(t.stride[order[at - 1]]) > std::abs(t.stride[d]); --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  span = 0;
+  for (int k = 0; k < count; ++k) {
+    const int64_t stride = std::abs(t.stride[order[k]]);
     if (stride <= span) {
       return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has shape %s and stride %lld in dimension %d: two of its elements share memory, but it is written", op,
-                  t.name, shape_text(t).s, static_cast<long long>(t.stride[order[i]]), order[i]);
+                  t.name, shape_text(t).s, static_cast<long long>(t.stride[order[k]]), order[k]);
     }
-    span += (t.shape[order[i]] - 1) * stride;
+    span += (t.shape[order[k]] - 1) * stride;
   }
   return CULA_OK;
 }
 
-bool overlaps(const Tensor& a, const Tensor& b) noexcept {
-  if (a.end <= b.begin || b.end <= a.begin) return false;
+bool interleaved_overlap(const Tensor& a, const Tensor& b) noexcept {
   const Period p = period_of(a), q = period_of(b);
   const int64_t length_a = p.high - p.low, length_b = q.high - q.low;
   if (p.stride != q.stride || p.stride == 0 || length_a > p.stride || length_b > p.stride) return true;
@@ -270,8 +280,7 @@ bool overlaps(const Tensor& a, const Tensor& b) noexcept {
   return distance < length_a || distance + length_b > p.stride;
 }
 
-cula_status require_disjoint(const char* op, const Tensor& written, const Tensor& other) noexcept {
-  if (!overlaps(written, other)) return CULA_OK;
+cula_status overlap(const char* op, const Tensor& written, const Tensor& other) noexcept {
   return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s overlaps %s in memory", op, written.name, other.name);
 }
 

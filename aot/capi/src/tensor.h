@@ -81,11 +81,12 @@ class Operands {
  private:
   cula_status missing(const char* name) noexcept;
   cula_status read(const char* name, const DLTensor* given, uint32_t dtypes, Tensor* out) noexcept;
-  cula_status check_device(const char* name, const DLDevice& device) noexcept;
+  // The first operand's device, or one that is not spelled as the first one's.
+  cula_status other_device(const char* name, const DLDevice& device) noexcept;
 
   const char* op_;
   const char* first_ = nullptr;  // operand that set the device
-  int32_t device_type_ = 0;
+  int32_t device_type_ = -1;
   int32_t device_id_ = 0;
 };
 
@@ -97,19 +98,36 @@ struct Rows {
   const int64_t* shape;    // of the dimensions behind the row
   const int64_t* strides;
 };
+cula_status rows_with_unit(const char* op, const Tensor& t, int32_t tail, const char* layout, Rows* rows) noexcept;
 // `tail` dimensions behind the row; `layout` for the message, for example "[N,H,K]".
-cula_status rows_of(const char* op, const Tensor& t, int32_t tail, const char* layout, Rows* rows) noexcept;
+inline cula_status rows_of(const char* op, const Tensor& t, int32_t tail, const char* layout, Rows* rows) noexcept {
+  if (__builtin_expect(t.rank != tail + 1, 0)) return rows_with_unit(op, t, tail, layout, rows);
+  *rows = {t.shape[0], t.stride[0], t.shape + 1, t.stride + 1};
+  return CULA_OK;
+}
 
-// The tensor's last stride is 1 (or its last extent is 1).
-cula_status require_unit_stride(const char* op, const Tensor& t) noexcept;
+// The tensor's last stride is 1 (or its last extent is 1, or there are no elements).
+[[gnu::cold]] cula_status strided(const char* op, const Tensor& t) noexcept;
+inline cula_status require_unit_stride(const char* op, const Tensor& t) noexcept {
+  const bool unit = t.rank == 0 || t.stride[t.rank - 1] == 1 || t.shape[t.rank - 1] <= 1 || t.elements == 0;
+  return __builtin_expect(unit, 1) ? CULA_OK : strided(op, t);
+}
 // Elements are adjacent in row-major order, and there are `count` of them; `meaning` for the message, for example "HV".
 cula_status require_vector(const char* op, const Tensor& t, int64_t count, const char* meaning) noexcept;
 // No two elements share memory: strides, from small to large, each step over all that the smaller ones span.
 cula_status require_distinct(const char* op, const Tensor& t) noexcept;
-// `written` does not share memory with `other`. Two views with the same outermost stride (columns of one fused row, layers of
-// one pool) are told apart even though their byte ranges interleave.
-cula_status require_disjoint(const char* op, const Tensor& written, const Tensor& other) noexcept;
-bool overlaps(const Tensor& a, const Tensor& b) noexcept;
+
+// Whether two tensors whose byte ranges meet share an element. Two views with the same outermost stride (columns of one fused
+// row, layers of one pool) are told apart; anything else whose ranges meet counts as overlapping.
+bool interleaved_overlap(const Tensor& a, const Tensor& b) noexcept;
+inline bool overlaps(const Tensor& a, const Tensor& b) noexcept {
+  return a.begin < b.end && b.begin < a.end && interleaved_overlap(a, b);
+}
+[[gnu::cold]] cula_status overlap(const char* op, const Tensor& written, const Tensor& other) noexcept;
+// `written` shares no memory with `other`.
+inline cula_status require_disjoint(const char* op, const Tensor& written, const Tensor& other) noexcept {
+  return __builtin_expect(overlaps(written, other), 0) ? overlap(op, written, other) : CULA_OK;
+}
 
 // Base and the strides of the first `rank - 1` dimensions are multiples of 16 bytes.
 bool aligned16(const Tensor& t) noexcept;
