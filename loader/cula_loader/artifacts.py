@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +98,8 @@ def installed() -> list[Path]:
 
 def read(root: Path) -> Artifacts:
     """Reads root/manifest.json. Unknown keys are ignored, an unknown schema or a missing or mistyped key is an ArtifactError."""
+    import json  # here and not above: importing cula reads no manifest
+
     path = root / "manifest.json"
     try:
         text = path.read_bytes()

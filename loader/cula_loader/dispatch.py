@@ -179,6 +179,8 @@ def _bind_slow(state: _State, prepared: _Prepared, objects: tuple, handle: int |
     operands = _locate(op, objects)
     written = op.written({o.name for o in operands})
     for o in operands:
+        if not o.producer.has_memory:
+            raise InvalidArgumentError(f"{op.name}: {o.name}: a Spec has no memory; it is for cula.query")
         if o.producer.immutable and o.name in written and o.name not in fresh and not donate:
             raise InvalidArgumentError(f"{op.name}: {o.name}: is written, and {o.producer.name} arrays are immutable: pass donate=True to give "
                                        "this array up (it then holds the result, and so does every other reference to its buffer)")

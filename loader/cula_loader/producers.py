@@ -20,6 +20,7 @@ class Producer:
     """A type that speaks DLPack and of which nothing else is known."""
 
     name = "dlpack"
+    has_memory = True
     immutable = False  # operands that are written need donate=True
     grad_enabled = None  # callable: does the framework record gradients now
     any_requires_grad = None  # callable of operands: would it record one of them
@@ -175,16 +176,13 @@ class SpecProducer(Producer):
     """cula.query's operands without memory."""
 
     name = "spec"
-    immutable = True  # never written: a call refuses it
+    has_memory = False
 
     def device(self, x):
         return x.device
 
     def read(self, x, stream):
         return x.read()
-
-    def current_stream(self, x, device):
-        raise InvalidArgumentError("a Spec has no memory; it is for cula.query")
 
     def empty(self, like, shape, dtype=None):
         return Spec(shape, dtype or like.dtype, like.device)
