@@ -157,7 +157,7 @@ RULES = [
     ("kda_decode: v has shape [4,4,576]; head_dim_v must be a multiple of 64 from 64 to 512", lambda: kda(v=576)),
     ("kda_decode: v has shape [4,4,32]; head_dim_v must be a multiple of 64 from 64 to 512", lambda: kda(v=32)),
     ("kda_decode: head_dim_k 96 is not built for sm90 bf16; built: 64, 128, 256", lambda: kda(k=96)),
-    ("kda_decode: head_dim_k 65535 is not built for sm90 bf16; built: 64, 128, 256", lambda: kda(k=1 << 17)),
+    ("kda_decode: head_dim_k 131072 is not built; no kernel has more than 65535", lambda: kda(k=1 << 17)),
     ("gdn_decode: out has shape [1,65536,64]; on a GPU HV must be at most 65535 and N at most 524280",
      lambda: gdn(n=1, h=1, hv=65536, k=64, v=64)),
     ("gdn_decode: out has shape [524281,1,64]; on a GPU HV must be at most 65535 and N at most 524280",

@@ -198,7 +198,10 @@ cula_status cula::plan_decode(const Request& request, const void* args, Plan* pl
   key.io = static_cast<uint8_t>(p.out.dtype);
   key.state = static_cast<uint8_t>(state);
   key.layout = static_cast<uint8_t>(p.args->state_layout);
-  key.k = p.dim_k <= 65535 ? static_cast<uint16_t>(p.dim_k) : 65535;
+  if (p.dim_k > UINT16_MAX) {
+    return fail(CULA_ERR_UNSUPPORTED, "%s: head_dim_k %lld is not built; no kernel has more than %d", p.op, static_cast<long long>(p.dim_k), UINT16_MAX);
+  }
+  key.k = static_cast<uint16_t>(p.dim_k);
   int32_t kernel;
   CULA_TRY(select_kernel(request.name, key, kParamCount, &kernel));
 
