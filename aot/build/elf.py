@@ -48,8 +48,10 @@ class Elf:
             raise ElfError("not a 64-bit little-endian ELF file")
         self.os_abi, self.abi_version = data[7], data[8]
         try:
-            _, self.machine, _, _, _, section_offset, self.flags = struct.unpack_from("<HHIQQQI", data, 16)
-            _, _, _, entry_size, count, names = struct.unpack_from("<6H", data, 52)
+            _, self.machine, _, _, program_offset, section_offset, self.flags = struct.unpack_from("<HHIQQQI", data, 16)
+            _, program_size, program_count, entry_size, count, names = struct.unpack_from("<6H", data, 52)
+            if program_offset + program_size * program_count > len(data):
+                raise ElfError("cut short: the program headers end past the end of the file")
             if entry_size != 64 or names >= count:
                 raise ElfError("section headers are damaged")
             raw = [struct.unpack_from("<IIQQQQIIQQ", data, section_offset + 64 * i) for i in range(count)]
