@@ -46,18 +46,22 @@ def test_the_reader_agrees_with_ptxas(built, tmp_path):
 .reqntid 96, 2, 1
 {
   .shared .align 16 .b8 tile[4096];
-  .local .align 16 .b8 array[64];  // its address leaves the kernel, so that it cannot be kept in registers
-  .reg .u64 %p<4>; .reg .u32 %r<4>;
+  .local .align 16 .b8 array[64];  // with unknown indices on both sides: it cannot be kept in registers
+  .reg .u64 %p<6>; .reg .u32 %r<6>;
   ld.param.u64 %p1, [a];
   ld.param.u32 %r1, [b];
-  mov.u64 %p2, array;
-  cvta.local.u64 %p3, %p2;
-  st.volatile.global.u64 [%p1], %p3;
-  st.local.u32 [array+8], %r1;
   st.shared.u32 [tile], %r1;
   bar.sync 0;
   ld.shared.u32 %r3, [tile+64];
-  st.global.u32 [%p1+8], %r3;
+  mov.u64 %p2, array;
+  cvt.u64.u32 %p3, %r1;
+  add.u64 %p4, %p2, %p3;
+  cvt.u64.u32 %p3, %r3;
+  add.u64 %p5, %p2, %p3;
+  st.local.u32 [%p4], %r1;
+  st.local.u32 [%p5], %r3;
+  ld.local.u32 %r2, [%p4+4];
+  st.global.u32 [%p1+8], %r2;
   ret;
 }""")
     log = subprocess.run(
