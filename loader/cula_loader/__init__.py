@@ -10,8 +10,18 @@
 
 from .dispatch import Query, Requirements, call, empty, last_kernels, prepare
 from .dlpack import Spec
-from .errors import (ArtifactError, CudaError, CulaError, InternalError, InvalidArgumentError, NotFoundError, OutOfMemoryError,
-                     UnsupportedError, VersionError, WorkspaceError)
+from .errors import (
+    ArtifactError,
+    CudaError,
+    CulaError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfMemoryError,
+    UnsupportedError,
+    VersionError,
+    WorkspaceError,
+)
 from .library import library
 
 __all__ = ["ArtifactError", "CudaError", "CulaError", "InternalError", "InvalidArgumentError", "NotFoundError", "OutOfMemoryError", "Query",

@@ -5,7 +5,22 @@ Tensor fields are plain addresses (c_void_p) here, because what fills them is an
 
 from __future__ import annotations
 
-from ctypes import Structure, Union, c_char, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import (
+    Structure,
+    Union,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    sizeof,
+)
 
 VERSION = (0, 1, 0)
 MAX_LAUNCHES, MAX_PARAMS, PARAM_BYTES, MAX_OBJECTS = 8, 64, 4096, 16
@@ -144,4 +159,7 @@ FUNCTIONS = {
     "cula_bind": (c_int32, [c_int32, c_void_p, c_void_p, c_size_t, c_void_p]),
     "cula_bind_objects": (c_int32, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p,
                                     c_size_t, c_void_p]),
+    "cula_xla_cpu": (c_void_p, [c_void_p]),
+    "cula_xla_cuda": (c_void_p, [c_void_p]),
+    "cula_xla_cuda_initialize": (c_void_p, [c_void_p]),
 }

@@ -13,7 +13,8 @@ import threading
 from ctypes import addressof, byref, c_size_t, c_void_p
 from typing import NamedTuple
 
-from . import abi, stream as streams
+from . import abi
+from . import stream as streams
 from .errors import CulaError, InvalidArgumentError
 from .library import Library, library
 from .ops import BY_NAME, Op

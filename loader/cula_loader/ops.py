@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from ctypes import c_uint16
 from dataclasses import dataclass, field
-from typing import Callable
 
 from . import abi
 from .errors import InvalidArgumentError

@@ -24,8 +24,22 @@ What holds for every function
 Importing cula initialises no CUDA, imports no framework and reads no artifacts.
 """
 
-from cula_loader import (ArtifactError, CudaError, CulaError, InternalError, InvalidArgumentError, NotFoundError, OutOfMemoryError,
-                         Requirements, Spec, UnsupportedError, VersionError, WorkspaceError, last_kernels, prepare)
+from cula_loader import (
+    ArtifactError,
+    CudaError,
+    CulaError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfMemoryError,
+    Requirements,
+    Spec,
+    UnsupportedError,
+    VersionError,
+    WorkspaceError,
+    last_kernels,
+    prepare,
+)
 
 from . import gdn, gla, kda, lightning, norm
 from ._query import info, query

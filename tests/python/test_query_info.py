@@ -136,12 +136,12 @@ def test_selftest_asks_for_what_it_lacks(tmp_path):
 
 
 def test_import_is_light():
-    """No framework, no numpy, no driver, no artifacts; the budget is 100 ms, and this machine may be busy."""
+    """No framework, no numpy, no driver, no artifacts; 100 ms of CPU time at most."""
     code = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import cula
-ms = (time.perf_counter() - start) * 1e3
+ms = (time.process_time() - start) * 1e3
 heavy = [m for m in ("torch", "jax", "cupy", "numpy", "cuda", "aot", "json", "hashlib", "importlib.metadata") if m in sys.modules]
 maps = open("/proc/self/maps").read()
 print(ms, heavy, "libcuda.so" in maps, "libcula.so" in maps)
