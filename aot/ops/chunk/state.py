@@ -110,41 +110,41 @@ def staged(base, at, dtype, kind, shape):
 
 
 @cute.jit
-def bring_record(ready: Int32, c: Int32, s: Int32, phase: Int32, count: Int32, stages, bars, records: Int64, record_step: Int64, flags: Int64):
-    """Warp 0: record c into stage s, once its readers have left it (`phase`) and the flag is up. Returns how many leading
-    chunks are known to be ready. records, flags: addresses of the sequence's first record and flag; record_step in bytes."""
+def await_record(ready: Int32, c: Int32, count: Int32, flags: Int64):
+    """Warp 0: waits for the flag of chunk c. Returns how many leading chunks are known to be ready: up to 32 flags at a look,
+    because a look and its fence cost 400 cycles, half of a chunk. flags: address of the sequence's first flag."""
     lane = cute.arch.lane_idx()
-    while ready <= c:  # 32 flags at a look: a look at each would cost a trip to L2 a chunk
+    while ready <= c:
         flag = Uint32(1)
         if ready + lane < count:
             flag = load_acquire(flags + Int64(ready + lane) * 4)
         missing = ~cute.arch.vote_ballot_sync(flag != 0)
         ready += Int32(cute.arch.clz(cute.arch.brev(missing)))  # 32 for none
-    cute.arch.sync_warp()
-    # The record went to memory through the async proxy of another SM and comes through that of this one.
-    cute.arch.inline_ptx("fence.proxy.async.global;")
-    cute.arch.mbarrier_wait(bars + STAGES + s, phase)
-    bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
-    src = cute.make_tensor(pointer(BFloat16, records + Int64(c) * record_step), cute.make_layout(REC_BYTES // 2))
-    to = cute.make_tensor(cute.recast_ptr(stages + s * STAGE_BYTES, dtype=BFloat16), cute.make_layout(REC_BYTES // 2))
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(bars + s, REC_BYTES)
-        cute.copy(bulk, src, to, mbar_ptr=bars + s)
+        cute.arch.sync_warp()
+        # The records went to memory through the async proxy of another SM and come through that of this one.
+        cute.arch.inline_ptx("fence.proxy.async.global;")
     return ready
 
 
 @cute.jit
-def bring_values(c: Int32, s: Int32, stages, warp_id: Int32, v: Int64, v_t: Int64, length: Int32):
-    """A warp's 16 values of the 32 tokens of chunk c: two units of 16 bytes a token, which only this warp reads.
-    v: address of the sequence's first token and this block's 64 values; v_t in bytes."""
-    lane = cute.arch.lane_idx()
-    unit = warp_id * 2 + lane % 2
-    for j in cutlass.range_constexpr(2):
-        token = lane // 2 + 16 * j
-        inside = c * CHUNK + token < length
-        address = v + Int64(c * CHUNK + token) * v_t + Int64(unit * 16)
-        to = stages.toint() + (s * STAGE_BYTES + STAGE_V + token * 128) + ((unit ^ (token & 7)) << 4)
-        copy16(to, address if inside else v, Int32(16) if inside else Int32(0))
+def bring_record(s: Int32, phase: Int32, stages, bars, record: Int64):
+    """One lane of warp 0: the record at `record` into stage s once its readers have left it (`phase`)."""
+    bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
+    src = cute.make_tensor(pointer(BFloat16, record), cute.make_layout(REC_BYTES // 2))
+    to = cute.make_tensor(cute.recast_ptr(stages + s * STAGE_BYTES, dtype=BFloat16), cute.make_layout(REC_BYTES // 2))
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_wait(bars + STAGES + s, phase)
+        cute.arch.mbarrier_arrive_and_expect_tx(bars + s, REC_BYTES)
+        cute.copy(bulk, src, to, mbar_ptr=bars + s)
+
+
+def bring_values(s, to, src, src_16, left):
+    """A warp's 16 values of 32 tokens: two units of 16 bytes a token, which only this warp reads. A lane brings one unit of
+    tokens t and t + 16. to, src: the lane's addresses for stage 0 and for token t; src_16: the step to token t + 16 in bytes;
+    left: how many tokens from t on exist."""
+    to = to + s * STAGE_BYTES
+    copy16(to, src, cutlass.select_(left > 0, Int32(16), Int32(0)))
+    copy16(to + 16 * 128, src + src_16, cutlass.select_(left > 16, Int32(16), Int32(0)))
     cute.arch.cp_async_commit_group()
 
 
@@ -219,20 +219,29 @@ def kda_state(
     records += (first_chunk * Int64(hv) + Int64(head)) * REC_BYTES
     record_step = Int64(hv) * REC_BYTES
     flags += (Int64(head) * Int64(chunks) + first_chunk) * 4
-    v += (row * v_b + start * v_t + Int64(head) * v_h + Int64(half * ROWS)) * 2
-    v_t *= 2
     length32 = Int32(length)
+    lane = thread % 32
+    token = lane // 2
+    unit = warp_id * 2 + lane % 2  # of the 8 in a token's 64 values
+    v += (row * v_b + (start + Int64(token)) * v_t + Int64(head) * v_h + Int64(half * ROWS)) * 2 + Int64(unit * 16)
+    v_16 = v_t * (16 * 2)
+    v_left = length32 - token
     if cutlass.const_expr(scan):
         if slab >= 2:
-            length32 = Int32(0)  # all of v reads as zero
+            v_left = Int32(0)  # all of v reads as zero
+    v_to = stages.toint() + (STAGE_V + token * 128 + ((unit ^ (token & 7)) << 4))
     ready = Int32(0)
     for c in cutlass.range_constexpr(2):
         if c < count:
-            bring_values(Int32(c), Int32(c), stages, warp_id, v, v_t, length32)
+            bring_values(c, v_to, v, v_16, v_left)
             if warp_id == 0:
-                ready = bring_record(ready, Int32(c), Int32(c), Int32(1), count, stages, bars, records, record_step, flags)
+                ready = await_record(ready, Int32(c), count, flags)
+                bring_record(Int32(c), Int32(1), stages, bars, records)
         else:
             cute.arch.cp_async_commit_group()  # the loop counts groups
+        v += 2 * v_16
+        v_left -= CHUNK
+        records += record_step
     tokens_mma = row_mma(CHUNK, OperandMajorMode.K)
     update_mma = row_mma(DIM, OperandMajorMode.MN)
     mma = tokens_mma.get_slice(thread)
@@ -242,7 +251,10 @@ def kda_state(
     half_offset = Int64(half) * (ROWS * DIM if layout == "vk" else ROWS)
     l_carry = cute.make_layout((ROWS, DIM), stride=(DIM, 1))
     S.fill(0.0)
-    if segment == 0 and slab < 2:
+    initial = segment == 0 and slab < 2
+    if cutlass.const_expr(not scan):
+        initial = segments == 1
+    if initial:
         slot = load_index(read_index, sequence, (modes >> 2) & 3, sequence)
         if slot >= 0 and slot < in_slots and slot != null_slot:
             address = state_in + (slot * in_slot + Int64(head) * in_h + half_offset) * (state_dtype.width // 8)
@@ -250,15 +262,21 @@ def kda_state(
             loaded = cute.make_rmem_tensor(S.layout, state_dtype)
             cute.autovec_copy(src, loaded)
             S.store(loaded.load().to(Float32))
+        if cutlass.const_expr(scan):
+            # For segment 0 of the main form, in the place of the M that it does not need: by then a block of the last
+            # segment may have written the final state over the initial one.
+            dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + (2 + Int64(half)) * (ROWS * DIM * 4)), l_carry))
+            cute.autovec_copy(S, dst)
     elif cutlass.const_expr(scan):
         if slab >= 2:
             identity = mma_kr.partition_C(cute.make_identity_tensor((ROWS, DIM)))
             for i in cutlass.range_constexpr(cute.size(S)):
                 S[i] = Float32(1.0) if identity[i][0] + half * ROWS == identity[i][1] else Float32(0.0)
     else:
-        # The state after the segment before: complete, with everything that went before it, once the carry kernel is.
+        # Complete, with everything that went before it, once the carry kernel is.
         cute.arch.griddepcontrol_wait()
-        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry - 2 * DIM * DIM * 4 + Int64(half) * (ROWS * DIM * 4)), l_carry))
+        place = Int64(2) if segment == 0 else Int64(-4)  # the kept initial state, or B of the segment before
+        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + (place + Int64(half)) * (ROWS * DIM * 4)), l_carry))
         cute.autovec_copy(src, S)
 
     f_kd = tokens_mma.make_fragment_B(mma.partition_B(s_kd))
@@ -266,7 +284,6 @@ def kda_state(
     f_p = tokens_mma.make_fragment_B(mma.partition_B(s_p))
     f_t = tokens_mma.make_fragment_B(mma.partition_B(s_t))
     f_kr = update_mma.make_fragment_B(mma_kr.partition_B(s_kr))
-    lane = thread % 32
     load_v = cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), io), tokens_mma
     ).get_slice(thread)
@@ -286,10 +303,9 @@ def kda_state(
         pointer(io, (s_out.iterator + (warp_id * CHUNK * OUT_PITCH + lane // 2 * OUT_PITCH + lane % 2 * 8)).toint(), cute.AddressSpace.smem),
         cute.make_layout((8, 2), stride=(1, 16 * OUT_PITCH)),
     )
-    token = lane // 2
     g_out = out + (row * out_b + (start + Int64(token)) * out_t + Int64(head) * out_h + Int64(half * ROWS + warp_id * 16 + lane % 2 * 8)) * 2
     out_16 = out_t * (16 * 2)
-    zero = modes & (1 << 30)
+    zeros = [modes & (1 << bit) for bit in (26, 27, 28, 29, 30)]  # five values: branches on one would be merged
 
     decay = cute.make_rmem_tensor(cute.make_layout((4, DIM // 16)), Float32)
     if count > 0:
@@ -309,14 +325,9 @@ def kda_state(
         for k in cutlass.range_constexpr(DIM // 16):
             cute.gemm(tokens_mma, R, S_op[(None, None, k)], f_kd[(None, None, k, s)], R)
         warpgroup.commit_group()
-        basic_block_end(zero)
+        basic_block_end(zeros[0])
         if cutlass.const_expr(not scan):
             o_prev.store(O.load().to(io))
-        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
-        for i in cutlass.range_constexpr(DIM // 16):
-            cute.autovec_copy(
-                cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay[(None, i)]
-            )
         if cutlass.const_expr(not scan):
             warpgroup.fence()
             tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -324,6 +335,13 @@ def kda_state(
                 cute.gemm(tokens_mma, O, S_op[(None, None, k)], f_qd[(None, None, k, s)], O)
                 tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
+        basic_block_end(zeros[4])
+        # Under Q: the decay.
+        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
+        for i in cutlass.range_constexpr(DIM // 16):
+            cute.autovec_copy(
+                cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay[(None, i)]
+            )
         for i in cutlass.range_constexpr(DIM // 16):  # columns 16 i + {0, 8} + 2 (lane % 4) + {0, 1} of both its rows
             for e in cutlass.range_constexpr(8):
                 S[8 * i + e] = S[8 * i + e] * decay[e // 4 * 2 + e % 2, i]
@@ -335,9 +353,11 @@ def kda_state(
             cute.gemm(tokens_mma, U, R_op[(None, None, k)], f_t[(None, None, k, s)], U)
             tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        basic_block_end(zero)
-        if cutlass.const_expr(not scan):  # under U: the last chunk's output to its tile
+        basic_block_end(zeros[1])
+        # Under U: the last chunk's output to its tile.
+        if cutlass.const_expr(not scan):
             cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
+        basic_block_end(zeros[2])
         warpgroup.wait_group(0)
         U_op = as_operand(U)
         warpgroup.fence()
@@ -349,24 +369,24 @@ def kda_state(
             for k in cutlass.range_constexpr(CHUNK // 16):
                 cute.gemm(tokens_mma, O, U_op[(None, None, k)], f_p[(None, None, k, s)], O)
             warpgroup.commit_group()
-        basic_block_end(zero)
-        # Under the update: the output to memory, copies for chunk c + 2, v of chunk c + 1.
+        basic_block_end(zeros[3])
+        # Under the update: v of chunk c + 1, copies for chunk c + 2, the output to memory.
         if cutlass.const_expr(not scan):
             cute.arch.sync_warp()
             cute.autovec_copy(s_rows, o_rows)
         s_far = s - 1 if s > 0 else Int32(STAGES - 1)  # the stage of chunk c - 1, and of c + 2
         if c + 2 < count:
-            bring_values(c + 2, s_far, stages, warp_id, v, v_t, length32)
+            bring_values(s_far, v_to, v, v_16, v_left)
             if warp_id == 0:
-                ready = bring_record(ready, c + 2, s_far, phase_far, count, stages, bars, records, record_step, flags)
+                ready = await_record(ready, c + 2, count, flags)
+                bring_record(s_far, phase_far, stages, bars, records)
         else:
             cute.arch.cp_async_commit_group()
+        v += 2 * v_16
+        v_left -= CHUNK
+        records += record_step
         if s_far == STAGES - 1:
             phase_far = phase_far ^ 1
-        if cutlass.const_expr(not scan) and c > 0:
-            for j in cutlass.range_constexpr(2):
-                cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
-            g_out += 2 * out_16
         used = s
         s += 1
         if s == STAGES:
@@ -377,12 +397,18 @@ def kda_state(
         if c + 1 < count:
             cute.copy(load_v, load_v.partition_S(s_v[(None, None, s)]), load_v.retile(v_next))
             cute.arch.mbarrier_wait(bars + s, phase)
+        if cutlass.const_expr(not scan):
+            if c > 0:
+                for j in cutlass.range_constexpr(2):
+                    cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+                g_out += 2 * out_16
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars + STAGES + used)
     if cutlass.const_expr(scan):
-        dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + Int64(slab) * (ROWS * DIM * 4)), l_carry))
-        cute.autovec_copy(S, dst)
+        if segment > 0 or slab < 2:
+            dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + Int64(slab) * (ROWS * DIM * 4)), l_carry))
+            cute.autovec_copy(S, dst)
     else:
         if count > 0:
             left = length32 - (count - 1) * CHUNK
