@@ -157,9 +157,10 @@ class CudaArray(Producer):
     name = "cuda_array"
 
     def device(self, x):
+        pointer = x.__cuda_array_interface__["data"][0] or 0  # first: what is no array must not be told to install cuda-bindings
         from .cuda import device_of_pointer
 
-        return device_of_pointer(x.__cuda_array_interface__["data"][0] or 0)
+        return device_of_pointer(pointer)
 
     def read(self, x, stream):
         interface = x.__cuda_array_interface__
