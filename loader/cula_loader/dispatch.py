@@ -128,7 +128,10 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
         if stream is not None and type(stream) is not int:
             if type(stream) is Query:
                 return stream.ask(op, objects, options)
-            handle = streams.handle_of(stream)
+            try:
+                handle = streams.handle_of(stream)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{op.name}: {error}") from None
         bound = False
         if producer is not None and producer.fast and (producer.checks_types or _all_of(kind, objects)):
             grad = producer.grad_enabled
