@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,8 +77,13 @@ def dlpack_include() -> Path:
     return Path(importlib.util.find_spec("cuda.core").origin).parent / "_include"
 
 
+def xla_include() -> Path:
+    """Of the jaxlib package, likewise."""
+    return Path(importlib.util.find_spec("jaxlib").origin).parent / "include"
+
+
 def include_flags() -> list[str]:
-    folders = [ROOT / "aot/capi/include", ROOT / "aot/capi/src", ROOT / "aot/common/cpu", ROOT, dlpack_include()]
+    folders = [ROOT / "aot/capi/include", ROOT / "aot/capi/src", ROOT / "aot/common/cpu", ROOT, dlpack_include(), xla_include()]
     return [word for folder in folders for word in ("-I", str(folder))]
 
 
@@ -146,8 +152,8 @@ def build() -> Path:
     library = folder / "libcula_test.so"
     if library.exists():
         return library
-    work = folder.with_name(f"{folder.name}.{os.getpid()}")
-    work.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     (work / "kernel_table.cpp").write_text(table)
 
     def compile_one(item):

@@ -180,11 +180,10 @@ def test_gate_plans(lib, op):
             if name in ("x", "g") and op == "kda_gate":
                 shape, strides = shape[:-1], strides[:-1]
             want = [sum(i * s for i, s in zip(at, strides)) for at in itertools.product(*(sorted({0, n // 2, n - 1}) for n in shape))]
-            tokens_of = lambda i: divmod(i, p["tokens"])
             got = []
             for at in itertools.product(*(sorted({0, n // 2, n - 1}) for n in shape)):
                 token = at[0] if batch is None else at[0] * tokens + at[1]
-                bb, tt = tokens_of(token)
+                bb, tt = divmod(token, p["tokens"])
                 got.append(bb * p[f"{name}_b"] + tt * p[f"{name}_t"] + at[-1] * p[f"{name}_h"])
             assert got == want
             seen.add((name, p["batch"] > 1))
