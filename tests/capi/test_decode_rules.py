@@ -205,6 +205,9 @@ def test_device_rules(lib):
     ):
         status, _ = call.query(lib)
         assert (status, abi.last_error(lib)) == (INVALID, message)
+    for device_type in (-1, 0, 99, 2**31 - 1):  # all tensors agree on what is no device
+        status, _ = kda(device=(device_type, 0)).query(lib)
+        assert status == INVALID and f"kda_decode: out is on device type {device_type}; tensors must be on" in abi.last_error(lib)
     assert bad_q(device=(CUDA_MANAGED, 0)).query(lib)[0] == OK
     assert kda(device=(CUDA_MANAGED, 0)).query(lib)[0] == OK
     mixed = with_(kda(device=(CPU, 0)), q=tensor([4, 2, 128], "bf16", device=(CPU, 5)))  # the CPU is one device, whatever its number

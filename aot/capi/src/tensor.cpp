@@ -132,7 +132,7 @@ cula_status Operands::other_device(const char* name, const DLDevice& device) noe
 
 cula_status Operands::read(const char* name, const DLTensor* given, uint32_t dtypes, Tensor* out) noexcept {
   const DLTensor& t = *given;
-  if (t.device.device_type != device_type_ || t.device.device_id != device_id_) CULA_TRY(other_device(name, t.device));
+  if (first_ == nullptr || t.device.device_type != device_type_ || t.device.device_id != device_id_) CULA_TRY(other_device(name, t.device));
   const int32_t rank = t.ndim;
   if (__builtin_expect(rank < 0 || rank > kMaxRank || (rank > 0 && t.shape == nullptr), 0)) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: %s has ndim %d%s; from 0 to %d, with a shape", op_, name, rank,

@@ -86,7 +86,7 @@ class Operands {
 
   const char* op_;
   const char* first_ = nullptr;  // operand that set the device
-  int32_t device_type_ = -1;
+  int32_t device_type_ = 0;
   int32_t device_id_ = 0;
 };
 
