@@ -48,6 +48,7 @@ class Kernel:
     static_smem: int  # without the system's part
     params: tuple[Param, ...]
     param_bytes: int
+    param_base: int  # where the first parameter is in the constant bank
     required_block: tuple[int, int, int] | None  # the only block that may be launched
     max_block: tuple[int, int, int] | None  # from __launch_bounds__: x * y * z is the largest number of threads
 
@@ -108,13 +109,15 @@ def _read(elf: Elf) -> CubinInfo:
         entry = section.name.removeprefix(".nv.info.")
         if elf.section(f".nv.constant0.{entry}") is None:
             continue  # a device function that is called, not a kernel
-        params, param_bytes, required, limit = [], 0, None, None
+        params, param_bytes, param_base, required, limit = [], 0, 0, None, None
         for attribute, value, payload in _records(elf.bytes_of(section)):
             if attribute == _PARAM:
                 _, ordinal, offset, size = struct.unpack("<IHHI", payload)
                 params.append(Param(ordinal, offset, size >> 18))
             elif attribute == _PARAM_BYTES:
                 param_bytes = value
+            elif attribute == _PARAM_BANK:
+                _, param_base, _ = struct.unpack("<IHH", payload)
             elif attribute == _REQUIRED_BLOCK:
                 required = struct.unpack("<III", payload)
             elif attribute == _MAX_THREADS:
@@ -131,6 +134,7 @@ def _read(elf: Elf) -> CubinInfo:
             static_smem=max(0, shared.size - reserved) if shared else 0,
             params=tuple(sorted(params, key=lambda param: param.ordinal)),
             param_bytes=param_bytes,
+            param_base=param_base,
             required_block=required,
             max_block=limit,
         )

@@ -15,6 +15,7 @@ from aot.build.cache import key_of, sha256
 from aot.build.elf import Elf
 from aot.build.exports import exported_symbols
 from aot.build.header import Header
+from aot.build.params import placed
 
 SCHEMA = 1
 
@@ -33,13 +34,14 @@ def _file(data: bytes) -> dict:
 
 def kernel_record(kernel: BuiltKernel) -> dict:
     s = kernel.spec
+    declared = placed(kernel.declared, kernel.info.param_base) if kernel.info else kernel.declared
     record = {
         "id": s.kernel_id,
         **s.axes,
         "family": s.family,
         "toolchain": s.toolchain,
         "compile": s.compile,
-        "params": [{"name": p.name, "kind": p.kind, "offset": p.offset, "size": p.size} for p in kernel.declared],
+        "params": [{"name": p.name, "kind": p.kind, "offset": p.offset, "size": p.size} for p in declared],
     }
     if not s.is_gpu:
         return record

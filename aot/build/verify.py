@@ -17,7 +17,7 @@ from aot.build.cubin_info import CubinError, read_cubin
 from aot.build.elf import Elf, ElfError
 from aot.build.header import HeaderError, read_header
 from aot.build.manifest import ManifestError, listed_files, read_manifest
-from aot.build.params import Declared, ParamsError, read_params
+from aot.build.params import Declared, ParamsError, placed, read_params
 from aot.matrix import AXES, KernelSpec
 
 SIZE_LIMIT = 64 << 20  # bytes of libcula.so per GPU arch in it
@@ -90,42 +90,45 @@ def _check_matrix(manifest: dict, kernels: dict, by_id: dict[str, KernelSpec], a
 
 def _check_kernel(artifacts: Path, kernel: dict, spec: KernelSpec | None, read_declared):
     name = kernel["id"]
-    declared = tuple(Declared(p["name"], p["kind"], p["offset"], p["size"]) for p in kernel["params"])
+    stated = tuple(Declared(p["name"], p["kind"], p["offset"], p["size"]) for p in kernel["params"])
+    info = found = None
+    if "cubin" in kernel:
+        path = artifacts / kernel["cubin"]["file"]
+        if not path.is_file():
+            return  # reported as missing
+        try:
+            info = read_cubin(path.read_bytes())
+        except CubinError as error:
+            yield Violation("changed", kernel["cubin"]["file"], f"is no whole cubin: {error}")
+            return
+        found = info.kernels.get(kernel["entry_symbol"])
+    elif kernel["arch"] != "cpu":
+        yield Violation("manifest", name, "has no cubin, and is not of the cpu arch")
+        return
     if spec is not None:
         try:
-            if declared != read_declared(spec.params):
+            if stated != placed(read_declared(spec.params), found.param_base if found else 0):
                 yield Violation("params", name, f"manifest.json lists other parameters than {spec.params}")
         except (ParamsError, OSError) as error:
             yield Violation("params", name, str(error))
         if "limits" in kernel and kernel["limits"]["max_local_bytes"] != spec.max_local_bytes:
             yield Violation("spills", name, "manifest.json allows other local memory than the matrix")
-    if "cubin" not in kernel:
-        if kernel["arch"] != "cpu":
-            yield Violation("manifest", name, "has no cubin, and is not of the cpu arch")
-        return
-    path = artifacts / kernel["cubin"]["file"]
-    if not path.is_file():
-        return  # reported as missing
-    try:
-        info = read_cubin(path.read_bytes())
-    except CubinError as error:
-        yield Violation("changed", kernel["cubin"]["file"], f"is no whole cubin: {error}")
+    if info is None:
         return
     if info.sm != ARCHS[kernel["arch"]].number:
         yield Violation("arch", name, f"compiled for sm_{info.sm}, but the arch is {kernel['arch']}")
-    found = info.kernels.get(kernel["entry_symbol"])
     if found is None:
         yield Violation("entry", name, f"{kernel['entry_symbol']} is not in the cubin, which has: {', '.join(info.kernels)}")
         return
-    for text in lint.compare_params(declared, found):
+    for text in lint.compare_params(stated, found):
         yield Violation("params", name, text)
     limit = spec.max_local_bytes if spec else 0
     if found.local_bytes > limit:
         yield Violation("spills", name, f"{found.local_bytes} bytes of local memory a thread, allowed {limit}")
-    stated = kernel["resources"]
+    resources = kernel["resources"]
     for key, value in (("registers", found.registers), ("static_smem", found.static_smem), ("local_bytes", found.local_bytes)):
-        if stated[key] != value:
-            yield Violation("resources", name, f"manifest.json says {key} {stated[key]}, the cubin {value}")
+        if resources[key] != value:
+            yield Violation("resources", name, f"manifest.json says {key} {resources[key]}, the cubin {value}")
 
 
 def _check_library(artifacts: Path, manifest: dict):

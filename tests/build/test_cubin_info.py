@@ -74,8 +74,12 @@ def test_the_reader_agrees_with_ptxas(built, tmp_path):
     kernel = info.kernels["k"]
     assert (kernel.registers, kernel.local_bytes, kernel.static_smem) == (registers, stack, shared) and (stack, shared) == (64, 4096)
     assert kernel.required_block == (96, 2, 1)
-    assert [(p.ordinal, p.offset, p.size) for p in kernel.params] == [(0, 0, 8), (1, 8, 4), (2, 64, 128), (3, 192, 4)]
-    assert kernel.param_bytes == 196 and (info.sm, info.toolkit) == (90, 130)
+    # The map is aligned in the constant bank, where the parameters start at 0x210.
+    assert [(p.ordinal, p.offset, p.size) for p in kernel.params] == [(0, 0, 8), (1, 8, 4), (2, 48, 128), (3, 176, 4)]
+    assert (kernel.param_base, kernel.param_bytes) == (0x210, 180)
+    (tmp_path / "p.def").write_text("CULA_PARAM(ptr, a)\nCULA_PARAM(i32, b)\nCULA_PARAM(tensor_map, map)\nCULA_PARAM(f32, c)\n")
+    assert lint.compare_params(read_params(tmp_path / "p.def"), kernel) == []
+    assert (info.sm, info.toolkit) == (90, 130)
 
 
 @pytest.mark.parametrize("arch, sm", [("sm_90a", 90), ("sm_100a", 100), ("sm_103a", 103), ("sm_120a", 120)])
