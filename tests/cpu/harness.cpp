@@ -108,6 +108,18 @@ EXPORT void harness_convert(int level, int code, const char* from, char* to, int
   kMaths[level]->convert(code, from, to, n, narrow != 0);
 }
 
+// With subnormals flushed to zero and read as zero, as some frameworks set it. Widening only.
+EXPORT void harness_convert_flushed(int level, int code, const char* from, char* to, int64_t n) {
+#if defined(__x86_64__)
+  const unsigned before = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(before | 0x8040);
+#endif
+  kMaths[level]->convert(code, from, to, n, false);
+#if defined(__x86_64__)
+  __builtin_ia32_ldmxcsr(before);
+#endif
+}
+
 // counts: zeroed, one an item. Returns how many threads took part.
 EXPORT int32_t harness_cover(int64_t items, int64_t grain, int32_t threads, int32_t spin, int32_t* counts) {
   Cover c(reinterpret_cast<std::atomic<int32_t>*>(counts));

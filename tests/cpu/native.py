@@ -29,6 +29,7 @@ def library() -> ctypes.CDLL:
     lib.harness_gate.argtypes = [i32, i32, i32, p, i64, i64, i32]
     lib.harness_math.argtypes = [i32, i32, p, p, ctypes.c_float, p, i64]
     lib.harness_convert.argtypes = [i32, i32, p, p, i64, i32]
+    lib.harness_convert_flushed.argtypes = [i32, i32, p, p, i64]
     lib.harness_cover.argtypes = [i64, i64, i32, i32, p]
     lib.harness_nested.argtypes = [i64, i64, p]
     lib.harness_quota.argtypes = [ctypes.c_char_p]

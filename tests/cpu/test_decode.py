@@ -19,7 +19,7 @@ GATES = {"kda": ("none", "log_channel", "raw", "raw_bound"), "gdn": ("none", "lo
 GATE_KIND = {"none": 0, "log_head": 1, "log_channel": 2, "raw": 3, "const_head": 4}
 BETA_KIND = {"value": 0, "logit": 1, "logit_twice": 2}
 DTYPES = (FP32, BF16, FP16)
-CASES = 160
+CASES = 80
 
 
 class Case:

@@ -55,12 +55,14 @@ void activate_beta(const GateParams& p, int64_t batch, int64_t token, int64_t he
   const int64_t from = batch * p.beta_b + token * p.beta_t + head * p.beta_h;
   const int64_t to = batch * p.beta_out_b + token * p.beta_out_t + head * p.beta_out_h;
   with_dtype(p.beta_dtype, [&](auto t) {
-    for (int i = 0; i < count; ++i) load_block<decltype(t)>(beta + i, p.beta, from + i * p.beta_h, 1);
+    using T = decltype(t);
+    for (int i = 0; i < count; ++i) beta[i] = load_part<T>(p.beta + (from + i * p.beta_h) * T::kBytes, 1)[0];
   });
   const float factor = p.beta_kind == kBetaLogitTwice ? 2.0f : 1.0f;
   for (int i = 0; i < count; i += W) store(beta + i, sigmoid(load(beta + i)) * factor);
   with_dtype(p.beta_out_dtype, [&](auto t) {
-    for (int i = 0; i < count; ++i) store_block<decltype(t)>(p.beta_out, to + i * p.beta_out_h, beta + i, 1);
+    using T = decltype(t);
+    for (int i = 0; i < count; ++i) store_part<T>(p.beta_out + (to + i * p.beta_out_h) * T::kBytes, splat(beta[i]), 1);
   });
 }
 
