@@ -53,7 +53,7 @@ def main(mode):
         poison = b"\xff" * out.bytes
         check(driver.cuMemcpyHtoD(out.pointer, poison, out.bytes))
         decode("kda", q, k, v, out=out, gate=gate, gate_kind="raw", A_log=A_log, dt_bias=dt_bias, beta=beta,
-               beta_kind="logit", l2norm=True, lower_bound=-5.0, state=state, stream=int(stream))
+               beta_kind="logit", l2norm=True, lower_bound=-5.0, state=state, stream=int(stream))()
         check(driver.cuStreamSynchronize(stream))
         check(driver.cuMemcpyDtoH(host, out.pointer, out.bytes))
         values = struct.unpack(f"<{out.count}e", host)

@@ -25,7 +25,7 @@ def options(x: Inputs) -> dict:
 
 def cula_call(x: Inputs, layout: str = "vk"):
     kw = options(x)
-    return lambda: decode(x.op, x.q, x.k, x.v, out=x.out, state=x.state, scale=x.scale, layout=layout, **kw)
+    return decode(x.op, x.q, x.k, x.v, out=x.out, state=x.state, scale=x.scale, layout=layout, **kw)
 
 
 def cabi_call(x: Inputs, layout: str = "vk") -> cabi.Call:

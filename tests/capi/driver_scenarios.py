@@ -136,12 +136,12 @@ def launch():
 def device_arch_and_multiprocessors_are_asked_once():
     fake.fake_device(0, 9, 0, 7)
     status, b = decode("gdn_decode", n=4, h=1, hv=1, k=128, v=128).bind(lib, "device")  # 16 blocks on 7: more than 2 each
-    assert status == OK and b.launch[0].config.dynamic_smem == 45 * 1024
+    assert status == OK and b.launch[0].config.dynamic_smem == 0
     assert len(calls(log(), "cuDeviceGetAttribute")) == 3
     status, b = decode("gdn_decode", n=3, h=1, hv=1, k=128, v=128).bind(lib, "device")  # 12 blocks
     assert status == OK and b.launch[0].config.dynamic_smem == 110 * 1024 and not log()
     status, b = decode("gdn_decode", n=3, h=1, hv=1, k=128, v=128).bind(lib, "device", 1)
-    assert b.launch[0].config.dynamic_smem == 45 * 1024
+    assert b.launch[0].config.dynamic_smem == 0
 
 
 def devices_that_do_not_fit():

@@ -93,7 +93,7 @@ def rule(arch, layout, state, k, v, n, hv, sms):
     tile = 4 * {64: 16, 128: 8, 256: 4}[k]
     steps = 2 if state == "bf16" and v % (2 * tile) == 0 and n * hv * (v // (2 * tile)) >= 3 * sms else 1
     few = n * hv * (v // (tile * steps)) <= 2 * sms
-    smem = 0 if arch != "sm90" else 110 * 1024 if few else 45 * 1024 if state == "fp32" else 0
+    smem = 110 * 1024 if arch == "sm90" and few else 0
     return tile * steps, steps, 128, smem
 
 
@@ -260,7 +260,7 @@ def test_two_step_rule_and_shared_memory_at_their_edges(lib):
     assert launch(6, 10) == (4, 1, 0)
     assert launch(5, 10, "sm120") == (4, 1, 0)
     assert launch(5, 10, state="fp32") == (4, 1, 110 * 1024)
-    assert launch(6, 10, state="fp32") == (4, 1, 45 * 1024)
+    assert launch(6, 10, state="fp32") == (4, 1, 0)
     assert launch(6, 10, "sm120", state="fp32") == (4, 1, 0)
 
 

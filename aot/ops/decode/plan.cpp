@@ -28,9 +28,8 @@ constexpr int32_t kWarps = 4;                   // vk: of a block
 constexpr int32_t kStepElements = 1024;         // vk: state elements that a warp updates in one step
 constexpr int32_t kColumns[] = {32, 64};        // kv: value columns of a block; f32, bf16
 constexpr int32_t kTwoStepBlocksPerSm = 3;      // vk, bf16: two steps a warp if that leaves this many blocks
-constexpr uint32_t kFewBlocksSmem = 110 << 10;  // vk, sm90: asked for with at most kFewBlocksPerSm blocks,
+constexpr uint32_t kFewBlocksSmem = 110 << 10;  // vk, sm90: asked for with at most kFewBlocksPerSm blocks
 constexpr int32_t kFewBlocksPerSm = 2;
-constexpr uint32_t kManyBlocksSmem[] = {45 << 10, 0};  // and with more; f32, bf16
 constexpr int64_t kMaxRows = 65535;             // z axis of the grid: rows of a launch
 constexpr int64_t kMaxHeads = 65535;            // y axis
 
@@ -50,9 +49,7 @@ Grid grid_of(const Problem& p, DType state, const Target& target) noexcept {
   const int64_t sms = target.sm_count;
   const bool two = state == DType::bf16 && v % (2 * tile) == 0 && row_heads * (v / (2 * tile)) >= kTwoStepBlocksPerSm * sms;
   Grid grid{v / (two ? 2 * tile : tile), 32 * kWarps, two ? 2 : 1, 0};
-  if (target.arch == CULA_ARCH_SM90) {
-    grid.dynamic_smem = row_heads * grid.tiles <= kFewBlocksPerSm * sms ? kFewBlocksSmem : kManyBlocksSmem[s];
-  }
+  if (target.arch == CULA_ARCH_SM90 && row_heads * grid.tiles <= kFewBlocksPerSm * sms) grid.dynamic_smem = kFewBlocksSmem;
   return grid;
 }
 
