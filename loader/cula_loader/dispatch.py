@@ -125,7 +125,7 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
         kind = type(objects[op.lead_index])
         producer = _cache.get(kind)
         handle = stream
-        if stream is not None and type(stream) is not int:
+        if stream is not None and (type(stream) is not int or not 0 <= stream < 2**63):
             if type(stream) is Query:
                 return stream.ask(op, objects, options)
             try:

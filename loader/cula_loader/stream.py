@@ -23,7 +23,7 @@ def handle_of(stream) -> int:
     else:
         raise InvalidArgumentError(f"stream={stream!r}: allowed: None (the producer's current stream), an int (CUstream handle), an object "
                                    "with __cuda_stream__, or a torch, CuPy or cuda-python stream")
-    if type(handle) is not int or not 0 <= handle < 2**64:
+    if type(handle) is not int or not 0 <= handle < 2**63:
         raise InvalidArgumentError(f"stream={stream!r}: its handle {handle!r} is no CUstream")
     return handle
 
