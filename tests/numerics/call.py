@@ -9,34 +9,16 @@ from __future__ import annotations
 import cula
 import torch
 
+from benchmarks.cula_call import FUNCTIONS, decode
 from tests.numerics import cabi
 
 INVALID, UNSUPPORTED = cula.InvalidArgumentError, cula.UnsupportedError
-FUNCTIONS = {"kda": cula.kda.kda_decode, "gdn": cula.gdn.gdn_decode, "gla": cula.gla.gla_decode,
-             "lightning": cula.lightning.lightning_decode}
-_GATE_KIND = {"log_head": "log", "log_channel": "log"}  # the op says which of the two "log" is
 
-
-def arguments(op: str, *, gate_kind="none", layout="vk", lower_bound=0.0, **kw) -> dict:
-    """The keywords of the front end for operands and options by the names of cula.h."""
-    if gate_kind == "const_head":
-        kw["decay"] = kw.pop("gate")
-    else:
-        kw["gate_kind"] = _GATE_KIND.get(gate_kind, gate_kind)
-    if op in ("gla", "lightning") and kw.get("beta_kind") == "value":
-        del kw["beta_kind"]
-    if lower_bound != 0:
-        kw["lower_bound"] = lower_bound
-    return {**kw, "state_layout": layout}
-
-
-def decode(op: str, **kw):
-    """Runs and returns out; kw["out"] is written where it is given."""
-    return FUNCTIONS[op](**arguments(op, **kw))
+__all__ = ["FUNCTIONS", "INVALID", "UNSUPPORTED", "decode", "decode_c"]
 
 
 def decode_c(op: str, **kw) -> None:
-    """The same through cula_run, on torch's current stream."""
+    """What decode does, through cula_run on torch's current stream."""
     tensors = {name: kw.pop(name) for name in cabi.TENSORS if name in kw}
     call = cabi.Call(op, tensors, **kw)
     stream = 0
