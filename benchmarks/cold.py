@@ -47,13 +47,13 @@ def main(mode):
     state = Buffer((N, H, D, D), "<f4", FLOAT_TENTH)
     check(driver.cuStreamSynchronize(stream))
     if mode == "cula":
-        from benchmarks.cula_call import decode
+        from benchmarks.cula_call import bind
 
         host = bytearray(out.bytes)
         poison = b"\xff" * out.bytes
         check(driver.cuMemcpyHtoD(out.pointer, poison, out.bytes))
-        decode("kda", q, k, v, out=out, gate=gate, gate_kind="raw", A_log=A_log, dt_bias=dt_bias, beta=beta,
-               beta_kind="logit", l2norm=True, lower_bound=-5.0, state=state, stream=int(stream))()
+        bind("kda", q, k, v, out=out, gate=gate, gate_kind="raw", A_log=A_log, dt_bias=dt_bias, beta=beta,
+             beta_kind="logit", l2norm=True, lower_bound=-5.0, state=state, stream=int(stream))()
         check(driver.cuStreamSynchronize(stream))
         check(driver.cuMemcpyDtoH(host, out.pointer, out.bytes))
         values = struct.unpack(f"<{out.count}e", host)

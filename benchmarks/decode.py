@@ -7,7 +7,7 @@ import traceback
 import torch
 
 from benchmarks import decode_inputs, host, peers, timing
-from benchmarks.cula_call import decode
+from benchmarks.cula_call import bind
 from benchmarks.decode_inputs import D, HEADS, Inputs
 from tests.numerics import cabi
 from tests.reference import recurrence
@@ -25,7 +25,7 @@ def options(x: Inputs) -> dict:
 
 def cula_call(x: Inputs, layout: str = "vk"):
     kw = options(x)
-    return decode(x.op, x.q, x.k, x.v, out=x.out, state=x.state, scale=x.scale, layout=layout, **kw)
+    return bind(x.op, x.q, x.k, x.v, out=x.out, state=x.state, scale=x.scale, layout=layout, **kw)
 
 
 def cabi_call(x: Inputs, layout: str = "vk") -> cabi.Call:

@@ -20,7 +20,7 @@ class CUstream:
 
 
 @pytest.mark.parametrize(("given", "handle"), [
-    (0, 0), (1, 1), (2, 2), (2**63, 2**63), (protocol(0, 77), 77), (protocol(0, 77, False), 77), (types.SimpleNamespace(cuda_stream=33), 33),
+    (0, 0), (1, 1), (2, 2), (2**63 - 1, 2**63 - 1), (protocol(0, 77), 77), (protocol(0, 77, False), 77), (types.SimpleNamespace(cuda_stream=33), 33),
     (types.SimpleNamespace(ptr=44), 44), (CUstream(), 55)])
 def test_handles(given, handle):
     assert stream.handle_of(given) == handle
