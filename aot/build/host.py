@@ -64,18 +64,19 @@ def flags(source: Source, werror: bool) -> list[str]:
     return [*FLAGS, *isa, *(["-Werror"] if werror else [])]
 
 
-def command(source: Source, root: Path, werror: bool, dlpack_dir: Path) -> list:
+def command(source: Source, root: Path, werror: bool, system_dirs: tuple[Path, ...]) -> list:
     """Compiler command without input and output."""
     includes = [word for folder in include_dirs(root) for word in ("-I", folder)]
+    includes += [word for folder in system_dirs for word in ("-isystem", folder)]
     return [
-        toolchain.cxx().path, *flags(source, werror), *includes, "-isystem", dlpack_dir, f"-ffile-prefix-map={root}=.",
+        toolchain.cxx().path, *flags(source, werror), *includes, f"-ffile-prefix-map={root}=.",
         *([] if source.path == COMPAT else ["-include", root / PRELUDE]),
     ]  # fmt: skip
 
 
 def compile_source(source: Source, werror: bool, root: Path, workdir: Path) -> Compiled:
     output, depends = workdir / "object.o", workdir / "object.d"
-    words = command(source, root, werror, toolchain.dlpack_header().parent)
+    words = command(source, root, werror, toolchain.system_dirs())
     log = run_tool(*words, "-MD", "-MF", depends, "-c", root / source.path, "-o", output, cwd=workdir)
     if extra := sources.undeclared(sources.depfile_paths(depends.read_text()), source_files(source, root), root):
         raise CompileError(f"read {', '.join(extra)}, which its cache key does not cover: include by quotes and a plain name")

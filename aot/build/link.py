@@ -160,7 +160,7 @@ def _link(folder: Path, table: str, blob: bytes, script: str, objects: dict, roo
         (folder / names[-1]).write_bytes(data)
     try:
         # Relative names throughout: the folder is another one each time.
-        compiler = host.command(host.Source("kernel_table.cpp"), root, False, toolchain.dlpack_header().parent)
+        compiler = host.command(host.Source("kernel_table.cpp"), root, False, toolchain.system_dirs())
         run_tool(*compiler, "-c", "kernel_table.cpp", "-o", "kernel_table.o", cwd=folder)
         run_tool(
             toolchain.cxx().path, *LINK_FLAGS, "-Wl,--version-script=exports.map", *names, "kernel_table.o", *LIBRARIES,

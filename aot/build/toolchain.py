@@ -21,7 +21,7 @@ from aot.matrix import ROOT
 REQUIREMENTS = ROOT / "requirements" / "build.txt"
 DSL = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12")
 NVCC = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl", "nvidia-cutlass")
-HOST = ("cuda-core",)  # for dlpack.h
+HOST = ("cuda-core", "jaxlib")  # for dlpack.h and XLA's FFI header
 
 
 class ToolError(RuntimeError):
@@ -97,6 +97,15 @@ def cutlass_include() -> Path:
 
 def dlpack_header() -> Path:
     return _inside("cuda-core", "cuda/core/_include/dlpack.h")
+
+
+def xla_ffi_header() -> Path:
+    return _inside("jaxlib", "jaxlib/include/xla/ffi/api/c_api.h")
+
+
+def system_dirs() -> tuple[Path, ...]:
+    """Include folders of other projects' headers, for the C++ of the library."""
+    return (dlpack_header().parent, xla_ffi_header().parents[3])
 
 
 @functools.cache

@@ -99,6 +99,9 @@ FUNCTIONS = {
     "cula_bind": (c_int32, [c_int32, c_void_p, c_void_p, c_size_t, c_void_p]),
     "cula_bind_objects": (c_int32, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_size_t,
                                     c_void_p]),
+    "cula_xla_cpu": (c_void_p, [c_void_p]),
+    "cula_xla_cuda": (c_void_p, [c_void_p]),
+    "cula_xla_cuda_initialize": (c_void_p, [c_void_p]),
 }  # fmt: skip
 
 

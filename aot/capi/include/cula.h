@@ -358,6 +358,23 @@ CULA_API cula_status cula_bind_objects(cula_op op, void* args, const void* excha
                                        int32_t object_count, void* const* objects, void* none, DLTensor* tensors,
                                        void* workspace, size_t workspace_bytes, cula_launches* launches) CULA_NOEXCEPT;
 
+/*
+ * For XLA (JAX): handlers of its typed FFI (xla/ffi/api/c_api.h), API version 0.1 or later. Register cula_xla_cpu for the platform
+ * "cpu"; for "CUDA" cula_xla_cuda as the stage `execute` and cula_xla_cuda_initialize as `initialize`, which calls cula_prepare
+ * for the device that is about to run. Each serves every op. A custom call of them has three attributes
+ *   op      s32: cula_op
+ *   args    u8 array: the bytes of the op's args struct; its tensor fields are not looked at
+ *   fields  s32 array: for each argument, then each result, the tensor field that it is, counted from 0 in the order of the struct
+ * A field that is not named is absent. One that both an argument and a result name is updated in place, and the call must alias
+ * the two (output_operand_aliases). Errors become XLA's, with the message of cula_last_error; a call launches on XLA's stream,
+ * allocates and synchronises nothing, and may be recorded into a command buffer.
+ */
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+CULA_API struct XLA_FFI_Error* cula_xla_cpu(struct XLA_FFI_CallFrame* frame) CULA_NOEXCEPT;
+CULA_API struct XLA_FFI_Error* cula_xla_cuda(struct XLA_FFI_CallFrame* frame) CULA_NOEXCEPT;
+CULA_API struct XLA_FFI_Error* cula_xla_cuda_initialize(struct XLA_FFI_CallFrame* frame) CULA_NOEXCEPT;
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
