@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env artifacts verify list test test-gpu bench wheel lint clean distclean
+.PHONY: help env artifacts verify list test test-gpu sanitize bench wheel lint clean distclean
 
 help: ## this list
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -36,6 +36,9 @@ test: $(VENV)/.test ## all tests that need no GPU (make artifacts first)
 
 test-gpu: $(VENV)/.test ## the tests that need a GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+sanitize: $(VENV)/.test ## a subset of the GPU cases under compute-sanitizer
+	PYTHON=$(RUN) tests/gpu/sanitize.sh
 
 bench: $(VENV)/.test ## measure every op next to its floor and its peers (needs a GPU)
 	$(RUN) -m benchmarks.run $(ARGS)

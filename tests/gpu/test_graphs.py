@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import cula
 import pytest
 import torch
 
@@ -30,6 +32,12 @@ def c_call(op, x, **kw):
     call = cabi.Call(op, tensors, **kw)
     cabi.raise_for(cabi.library().cula_prepare(0))
     return lambda: call.run(torch.cuda.current_stream().cuda_stream)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared():
+    """Loading is not legal inside a capture; prepare does all of it."""
+    cula.prepare(0)
 
 
 EXECUTORS = pytest.mark.parametrize("make_call", [python_call, c_call], ids=["python", "c"])
@@ -111,8 +119,8 @@ def test_no_rows_inside_a_capture(make_call):
 
 FIRST_CALL = """
 import torch
-from tests.cases.tools import GATE, expectation, pool, rows
 from cula import prepare
+from tests.cases.tools import expectation, pool, rows
 from tests.numerics.call import decode
 from tests.numerics.compare import assert_close
 x, state = rows("kda", 3, device="cuda"), pool(3, device="cuda")
@@ -130,5 +138,6 @@ assert_close("state", state, torch.from_numpy(want.state))
 
 def test_case_52_first_call_inside_a_capture():
     """A fresh process whose first launch is captured: all loading was done by prepare."""
-    done = subprocess.run([sys.executable, "-c", FIRST_CALL], cwd=ROOT, capture_output=True, text=True)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "loader"), str(ROOT / "python")])
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,7 +23,7 @@ from tests.numerics import cases, problem
 from tests.numerics.call import decode
 
 EXAMPLES = int(os.environ.get("CULA_FUZZ", "0"))
-FIXED = settings(max_examples=EXAMPLES or 150, derandomize=not EXAMPLES, deadline=None, database=None,
+FIXED = settings(max_examples=EXAMPLES or 80, derandomize=not EXAMPLES, deadline=None, database=None,
                  suppress_health_check=list(HealthCheck))
 
 
