@@ -14,7 +14,11 @@
 namespace cula::gates {
 
 constexpr int kThreads = 256;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kBlocks = 3;  // with 64 registers a thread the 16-bit kernels spill there
+#else
 constexpr int kBlocks = 4;  // a multiprocessor: up to 64 registers a thread
+#endif
 
 // Rows [n_0, n_1, n_2] with free strides, each of `dim` adjacent values.
 struct Rows {
