@@ -5,8 +5,8 @@
 //   A_ij = sum_c k_ic k_jc 2^{G_ic - G_jc}  (j < i)      P_ij likewise with q  (j <= i)
 //   T = (I + diag(beta) A)^-1 diag(beta)
 //
-// A block of 4 warps makes one record at a time and walks over them (persistent grid). For elementwise work, warp w owns tokens
-// 8 w to 8 w + 7 (an octet; two make a sub-chunk) and a lane 4 channels of them. Score products anchor the exponent at the
+// A block of 8 warps makes one record at a time and walks over them (persistent grid). For elementwise work, warp w owns tokens
+// 4 w to 4 w + 3 (a group; four make a sub-chunk) and a lane 4 channels of them. Score products anchor the exponent at the
 // start of the sub-chunk: 2^{G_i - G_s} and 2^{G_s - G_j}. The second factor is at least 1 and overflows when a channel decays
 // by more than 2^-126 inside 16 tokens (a softplus gate can); such records take the exact path below.
 //
@@ -21,11 +21,14 @@
 namespace cula::kda {
 using namespace cula::dev;
 
-constexpr int kThreads = 128;
-constexpr int kBlocksPerSm = 4;
-// Largest decay of a channel within an octet, in log2, that the anchored products may see: two of them stay below 2^126.
-// The safe gate reaches 57.7.
-constexpr float kAnchoredRange = 60.f;
+constexpr int kThreads = 256;
+// Registers: 2 blocks and a block of the state kernel (224) fit the 512 a lane of an SM's quarter.
+constexpr int kRegisters = 72;
+constexpr int kGroup = 4;                   // tokens of a warp
+constexpr int kGroups = kChunk / kGroup;
+// Largest decay of a channel within a group, in log2, that the anchored products may see: four of them stay below 2^126.
+// The safe gate reaches 28.9.
+constexpr float kAnchoredRange = 30.f;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -35,8 +38,8 @@ constexpr int kHalf32 = kChunk * 128, kHalf16 = kSub * 128;  // bytes between th
 constexpr int kSmemRawK = kRecordBytes;              // raw k; later the score operands {k_j 2^-G_j, sub 0; k_i 2^(G_i - G_s), sub 1}
 constexpr int kSmemRawQ = kSmemRawK + 2 * kHalf32;   // raw q; later {exact: k_j to the sub-chunk's end, sub 0; as k's with q, sub 1}
 constexpr int kSmemInv1 = kSmemRawQ + 2 * kHalf32;   // k_j 2^(G_s - G_j), sub 1
-constexpr int kSmemTot = kSmemInv1 + 2 * kHalf16;    // float [4][128]: log2 decay of each octet
-constexpr int kSmemNorm = kSmemTot + 4 * kDim * 4;   // float2 [32]: factors of k and q
+constexpr int kSmemTot = kSmemInv1 + 2 * kHalf16;    // float [8][128]: log2 decay of each group
+constexpr int kSmemNorm = kSmemTot + kGroups * kDim * 4;  // float2 [32]: factors of k and q
 constexpr int kSmemBeta = kSmemNorm + kChunk * 8;    // float [32]
 constexpr int kPitch = 20;                           // floats; 16x16 matrices, rows 16-byte aligned
 constexpr int kMat = kSub * kPitch * 4;
@@ -45,18 +48,20 @@ constexpr int kSmemL1 = kSmemL0 + kMat;
 constexpr int kSmemL10 = kSmemL1 + kMat;             // and the block below the diagonal
 constexpr int kSmemX0 = kSmemL10 + kMat;             // inverses of I + L0, I + L1
 constexpr int kSmemX1 = kSmemX0 + kMat;
-constexpr int kSmemY = kSmemX1 + kMat;
-constexpr int kSmemWork = kSmemY + kMat;             // Work [2]
+constexpr int kSmemY = kSmemL0;                      // L10 X0, when L0 is inverted
+constexpr int kSmemWork = kSmemX1 + kMat;            // Work [2]
 constexpr int kSmemBytes = kSmemWork + 128;          // dynamic shared memory of a launch
-static_assert(kSmemBytes == 59904, "the plan's figure");
+static_assert(kSmemBytes == 60672, "the plan's figure");
 
 enum DtypeCode { kF32 = 0, kBf16 = 1, kFp16 = 2, kAbsent = 3 };
 CULA_DEV int mode(int modes, int shift, int bits) { return (modes >> shift) & ((1 << bits) - 1); }
 
-CULA_DEV float load_scalar(const void* p, int64_t i, int dtype) {
-  if (dtype == kF32) return static_cast<const float*>(p)[i];
-  if (dtype == kBf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  return __half2float(static_cast<const __half*>(p)[i]);
+// A scalar in two steps: a prefetched one must not be converted, hence waited for, where it is loaded.
+CULA_DEV uint32_t load_bits(const void* p, int64_t i, int dtype) {
+  return dtype == kF32 ? static_cast<const uint32_t*>(p)[i] : static_cast<const uint16_t*>(p)[i];
+}
+CULA_DEV float scalar(uint32_t bits, int dtype) {
+  return dtype == kF32 ? __uint_as_float(bits) : dtype == kBf16 ? __uint_as_float(bits << 16) : unpack_fp16(bits).x;
 }
 CULA_DEV int64_t load_index(const void* p, int64_t i, int code) {
   return code == 1 ? static_cast<int64_t>(static_cast<const int32_t*>(p)[i]) : static_cast<const int64_t*>(p)[i];
@@ -195,6 +200,7 @@ CULA_DEV int64_t first_chunk(const Args& a, int64_t s) { return load_index(a.cu,
 
 // The first record at or after number `i` (stepping by the grid) that has a token; chunk = a.chunks if none is left. Returns
 // the number after it. The plan keeps chunks * hv below 2^31 (62 TB of records).
+// All lanes of a warp write the same values to w in shared memory.
 CULA_DEV uint32_t find_work(const Args& a, uint32_t i, uint32_t step, Work& w) {
   // Segments of one sequence run side by side in the state kernel: chunk 0 of each, chunk 1 of each, ...
   const int per_segment = (a.chunks + a.segments - 1) / a.segments, slots = per_segment * a.segments;
@@ -242,28 +248,27 @@ CULA_DEV uint32_t find_work(const Args& a, uint32_t i, uint32_t step, Work& w) {
   return i;
 }
 
-// Global loads of one record, in flight while the previous record is finished.
-constexpr int kOctet = 8;
-struct Prefetch {
-  GateQuad gate[kOctet];
+// What a thread reads of one record's gates.
+struct Gates {
+  GateQuad gate[kGroup];
   float dt_bias[4];
-  float a_log, beta;
+  uint32_t a_log, beta;  // bits
 };
 
-CULA_DEV void prefetch_regs(const Args& a, const Work& w, int tid, Prefetch& p) {
-  const int quad = tid & 31, octet = tid >> 5;
+CULA_DEV void load_gates(const Args& a, const Work& w, int tid, Gates& p) {
+  const int quad = tid & 31, first = (tid >> 5) * kGroup;
   const int64_t row = a.gate_t * kGateBytes;
-  const uint8_t* gate = w.gate + octet * kOctet * row + 4 * quad * kGateBytes;
+  const uint8_t* gate = w.gate + first * row + 4 * quad * kGateBytes;
   const int valid = w.valid, head = w.head;
 #pragma unroll
-  for (int t = 0; t < kOctet; ++t) {
+  for (int t = 0; t < kGroup; ++t) {
     p.gate[t] = GateQuad{};
-    if (octet * kOctet + t < valid) p.gate[t] = *reinterpret_cast<const GateQuad*>(gate);
+    if (first + t < valid) p.gate[t] = *reinterpret_cast<const GateQuad*>(gate);
     gate += row;
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) p.dt_bias[e] = 0.f;
-  p.a_log = p.beta = 0.f;
+  p.a_log = p.beta = 0u;
   if (mode(a.modes, 0, 1)) {
     const int dd = mode(a.modes, 5, 2), ad = mode(a.modes, 3, 2);
     const int64_t i = static_cast<int64_t>(head) * kDim + 4 * quad;
@@ -272,11 +277,11 @@ CULA_DEV void prefetch_regs(const Args& a, const Work& w, int tid, Prefetch& p) 
       p.dt_bias[0] = x.x; p.dt_bias[1] = x.y; p.dt_bias[2] = x.z; p.dt_bias[3] = x.w;
     } else if (dd != kAbsent) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) p.dt_bias[e] = load_scalar(a.dt_bias, i + e, dd);
+      for (int e = 0; e < 4; ++e) p.dt_bias[e] = scalar(load_bits(a.dt_bias, i + e, dd), dd);
     }
-    if (ad != kAbsent) p.a_log = load_scalar(a.a_log, head, ad);
+    if (ad != kAbsent) p.a_log = load_bits(a.a_log, head, ad);
   }
-  if (tid < valid) p.beta = load_scalar(w.beta, tid * a.beta_t, mode(a.modes, 9, 2));
+  if (tid < valid) p.beta = load_bits(w.beta, tid * a.beta_t, mode(a.modes, 9, 2));
 }
 
 CULA_DEV void prefetch_qk(const Args& a, const Work& w, int tid, uint8_t* smem) {
@@ -284,24 +289,22 @@ CULA_DEV void prefetch_qk(const Args& a, const Work& w, int tid, uint8_t* smem) 
   const uint8_t *q = w.q + row * a.q_t * 2 + unit * 16, *k = w.k + row * a.k_t * 2 + unit * 16;
   uint8_t* to = smem + kSmemRawK + tile_offset(kHalf32, row, unit);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // 8 tokens on: 1024 bytes
-    const bool inside = row + 8 * i < valid;
-    cp_async16(to + i * 1024, k, inside);
-    cp_async16(to + (kSmemRawQ - kSmemRawK) + i * 1024, q, inside);
-    q += a.q_t * 16;
-    k += a.k_t * 16;
+  for (int i = 0; i < 2; ++i) {  // 16 tokens on: 2048 bytes
+    const bool inside = row + 16 * i < valid;
+    cp_async16(to + i * 2048, k, inside);
+    cp_async16(to + (kSmemRawQ - kSmemRawK) + i * 2048, q, inside);
+    q += a.q_t * 32;
+    k += a.k_t * 32;
   }
   cp_async_commit();
 }
 
 // A record's inputs to L2, one record ahead of the loads: those then wait for L2 and not for memory.
 CULA_DEV void prefetch_far(const Args& a, const Work& w, int tid) {
-  const int row = (tid & 63) >> 1, part = (tid & 1) * 128;
+  const int row = (tid & 63) >> 1, part = (tid & 1) * 128, what = tid >> 6;  // what: q, k, gate, its second half
   if (row < w.valid) {
-    const uint8_t* x = tid < 64 ? w.q + row * a.q_t * 2 : w.k + row * a.k_t * 2;
-    prefetch_l2(x + part);
-    if (kGateBytes == 4) prefetch_l2(w.gate + row * a.gate_t * 4 + (tid >> 6) * 256 + part);
-    else if (tid < 64) prefetch_l2(w.gate + row * a.gate_t * 2 + part);
+    if (what < 2) prefetch_l2((what ? w.k + row * a.k_t * 2 : w.q + row * a.q_t * 2) + part);
+    else if (kGateBytes == 4 || what == 2) prefetch_l2(w.gate + row * a.gate_t * kGateBytes + (what - 2) * 256 + part);
   }
 }
 
@@ -321,20 +324,21 @@ CULA_DEV float decay_log2(float x, float scale, float shift, float outer) {
   return outer * rcp(1.f + ex2(scale * x + shift));
 }
 
-// Where a lane's values lie in the tiles: 8 bytes (4 channels) of token `octet * 8`; other tokens follow by at().
+// Where a lane's values lie in the tiles: 8 bytes (4 channels) of the group's first token; the others follow by at().
 struct Lane {
-  int quad, octet, base;
+  int quad, group, base;
 };
 CULA_DEV Lane make_lane(int tid) {
-  const int quad = tid & 31, octet = tid >> 5;
-  return {quad, octet, (quad >> 4) * kHalf32 + octet * 1024 + ((quad & 15) >> 1) * 16 + (quad & 1) * 8};
+  const int quad = tid & 31, group = tid >> 5, first = (group & 1) * kGroup;
+  const int base = (quad >> 4) * kHalf32 + (group >> 1) * 1024 + ((quad & 15) >> 1) * 16 + (quad & 1) * 8;
+  return {quad, group, (base ^ (first << 4)) + first * 128};
 }
-CULA_DEV int at(int base, int t) { return (base ^ (t << 4)) + t * 128; }  // t in 0..7
+CULA_DEV int at(int base, int t) { return (base ^ (t << 4)) + t * 128; }  // t in 0..3
 
 CULA_DEV float2& pair_at(uint8_t* p) { return *reinterpret_cast<float2*>(p); }
 CULA_DEV uint2& word_pair_at(uint8_t* p) { return *reinterpret_cast<uint2*>(p); }
 
-// The prefix sums of an octet wait where Kd and Qd of the same elements will be: same size, same thread.
+// The prefix sums of a group wait where Kd and Qd of the same elements will be: same size, same thread.
 CULA_DEV void store_prefix(uint8_t* smem, int o, const float (&g)[4]) {
   pair_at(smem + kRecKd + o) = make_float2(g[0], g[1]);
   pair_at(smem + kRecQd + o) = make_float2(g[2], g[3]);
@@ -344,16 +348,16 @@ CULA_DEV void load_prefix(float (&g)[4], uint8_t* smem, int o) {
   g[0] = a.x; g[1] = a.y; g[2] = b.x; g[3] = b.y;
 }
 
-// Inclusive prefix sums of log2 decay over an octet; tokens that do not exist do not decay.
+// Inclusive prefix sums of log2 decay over a group; tokens that do not exist do not decay.
 template <int kForm>
-CULA_DEV void prefix(float (&sum)[4], const Prefetch& p, const Lane& l, uint8_t* smem, int valid, bool bf16, float lower_bound) {
-  const float a = expf(p.a_log);
+CULA_DEV void prefix(float (&sum)[4], const Gates& p, float a_log, const Lane& l, uint8_t* smem, int valid, bool bf16, float lower_bound) {
+  const float a = expf(a_log);
   const float outer = kForm == kSafe ? lower_bound * kLog2e : -a * kLog2e, scale = -a * kLog2e;
   float shift[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) { sum[e] = 0.f; shift[e] = kForm == kSafe ? scale * p.dt_bias[e] : p.dt_bias[e]; }
 #pragma unroll
-  for (int t = 0; t < kOctet; ++t) {
+  for (int t = 0; t < kGroup; ++t) {
     float x[4];
     unpack_gate(x, p.gate[t], bf16);
     if (t < valid) {
@@ -382,18 +386,26 @@ CULA_DEV void store_bf16(uint8_t* p, const float (&x)[4]) { word_pair_at(p) = ma
 // Scores of the diagonal blocks when an anchored factor would overflow: rare, and 5 times the elementwise work.
 // At level 0 to 3, pairs (i, j) whose numbers first differ in bit 3 - level meet at the boundary m of their block,
 // i >= m > j, and both exponents G_i - G_{m-1} and G_{m-1} - G_j are <= 0. Level 4 is the diagonal, factor 1.
-// Warp w ends with {A of sub 0, A of sub 1, P of sub 0, P of sub 1}[w].
+// Warp w < 4 ends with {A of sub 0, A of sub 1, P of sub 0, P of sub 1}[w].
 CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int warp, int lane) {
-  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.octet * kOctet;
-  float g[kOctet][4];
+  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.group * kGroup;
+  const float* tot = reinterpret_cast<const float*>(smem + kSmemTot) + 4 * l.quad + (l.group & 4) * kDim;
+  const int in_sub = l.group & 3;  // group of the sub-chunk
+  float g[kGroup][4];              // over the sub-chunk
 #pragma unroll
-  for (int t = 0; t < kOctet; ++t) load_prefix(g[t], smem, at(l.base, t));
+  for (int t = 0; t < kGroup; ++t) load_prefix(g[t], smem, at(l.base, t));
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float before = (in_sub > 0 ? tot[e] : 0.f) + (in_sub > 1 ? tot[kDim + e] : 0.f) + (in_sub > 2 ? tot[2 * kDim + e] : 0.f);
+#pragma unroll
+    for (int t = 0; t < kGroup; ++t) g[t][e] += before;
+  }
   const int first = (warp & 1) * kSub;
 #pragma unroll 1
   for (int level = 0; level < 5; ++level) {
 #pragma unroll
-    for (int t = 0; t < kOctet; ++t) {
-      const bool upper = level == 0 ? (l.octet & 1) : (t << level) & 8;
+    for (int t = 0; t < kGroup; ++t) {
+      const bool upper = (((in_sub * kGroup + t) << level) & 8) && level < 4;
       float k[4], q[4], kr[4], qr[4], kc[4];
       const float2 n = norm[t];
       const int o = at(l.base, t);
@@ -401,9 +413,11 @@ CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int
       load_io(q, smem + kSmemRawQ + o, n.y);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // The boundary at level 0 is that between the octets: the end of the lower one, the start of the upper one.
-        const float anchor = level == 0 ? (upper ? 0.f : g[7][e]) : level == 1 ? g[3][e] : level == 2 ? g[(t & 4) + 1][e] : g[t & 6][e];
-        const float f = level == 4 ? 1.f : ex2(upper ? g[t][e] - anchor : anchor - g[t][e]);
+        float anchor;
+        if (level == 0) anchor = tot[e] + tot[kDim + e];
+        else if (level == 1) anchor = in_sub < 2 ? tot[e] : tot[e] + tot[kDim + e] + tot[2 * kDim + e];
+        else anchor = level == 2 ? g[1][e] : g[t & 2][e];
+        const float f = level == 4 ? 1.f : ex2(fminf(upper ? g[t][e] - anchor : anchor - g[t][e], 0.f));
         kr[e] = upper ? k[e] * f : k[e];
         qr[e] = upper ? q[e] * f : q[e];
         kc[e] = upper ? k[e] : k[e] * f;
@@ -411,50 +425,59 @@ CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int
       store_bf16(smem + kRecKd + o, kr);
       store_bf16(smem + kRecQd + o, qr);
       store_bf16(smem + kRecKr + o, kc);
+      no_hoisting();  // of the next token's loads: registers
     }
     __syncthreads();
-    float s[2][4] = {};
-    score(s, rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, first, lane), rows(smem + kRecKr, kHalf32, first, lane));
+    if (warp < 4) {
+      float s[2][4] = {};
+      score(s, rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, first, lane), rows(smem + kRecKr, kHalf32, first, lane));
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = acc_row(lane, e), j = acc_col(lane, n, e);
-        if (level == 4 ? i == j : i > j && ((i ^ j) >> (3 - level)) == 1) acc[n][e] = s[n][e];
-      }
+        for (int e = 0; e < 4; ++e) {
+          const int i = acc_row(lane, e), j = acc_col(lane, n, e);
+          if (level == 4 ? i == j : i > j && ((i ^ j) >> (3 - level)) == 1) acc[n][e] = s[n][e];
+        }
+    }
     __syncthreads();
   }
 #pragma unroll
-  for (int t = 0; t < kOctet; ++t) store_prefix(smem, at(l.base, t), g[t]);
+  for (int t = 0; t < kGroup; ++t) store_prefix(smem, at(l.base, t), g[t]);
 }
 
 // Kd, Qd, Kr into the record and the score operands over the raw tiles, which each thread reads where it writes.
 template <int kSubChunk, bool kExact>
 CULA_DEV void factors(const Lane& l, uint8_t* smem) {
   const float* tot = reinterpret_cast<const float*>(smem + kSmemTot) + 4 * l.quad;
-  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.octet * kOctet;
-  // log2 decay of the sub-chunk before this octet, of all the sub-chunk; factors: decay of sub-chunk 0, from where inv (exact:
-  // kr) stands to the end of the chunk
+  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.group * kGroup;
+  // log2 decay of the sub-chunk before this group (exact_scores has added it), of all the sub-chunk; factors: decay of
+  // sub-chunk 0, from where inv (exact: kr) stands to the end of the chunk
   float before[4], own[4], e0[4], to_end[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const float s0 = tot[e] + tot[kDim + e], s1 = tot[2 * kDim + e] + tot[3 * kDim + e];
-    before[e] = (l.octet & 1) ? tot[2 * kSubChunk * kDim + e] : 0.f;
-    own[e] = kSubChunk ? s1 : s0;
-    e0[e] = ex2(s0);
+    float s[2], b = 0.f;
+#pragma unroll
+    for (int sub = 0; sub < 2; ++sub) {
+      s[sub] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kGroups / 2; ++i) {
+        if (sub == kSubChunk && i == (l.group & 3)) b = s[sub];
+        s[sub] += tot[(sub * (kGroups / 2) + i) * kDim + e];
+      }
+    }
+    before[e] = kExact ? 0.f : b;
+    own[e] = s[kSubChunk];
+    e0[e] = ex2(s[0]);
     // Two factors, not ex2 of the sum: inv can be 2^115 and the sum's factor below the smallest float
-    to_end[e] = kSubChunk ? ex2(s1) : ex2(s1) * (kExact ? 1.f : e0[e]);
+    to_end[e] = kSubChunk ? ex2(s[1]) : ex2(s[1]) * (kExact ? 1.f : e0[e]);
+    if (l.group == 0) {  // 2^G_C; float order [c / 16][(c % 8) / 2][(c / 8) % 2][c % 2] of channel c
+      float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (l.quad >> 2) * 16 + (l.quad & 1) * 8 + ((l.quad >> 1) & 1) * 2;
+      decay[(e >> 1) * 4 + (e & 1)] = ex2(s[0] + s[1]);
+    }
   }
-  if (l.octet == 0) {  // 2^G_C of channels 4 quad + {0..3}; float order [c / 16][(c % 8) / 2][(c / 8) % 2][c % 2]
-    float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (l.quad >> 2) * 16 + (l.quad & 1) * 8 + ((l.quad >> 1) & 1) * 2;
-    const float s[4] = {tot[0] + tot[kDim] + (tot[2 * kDim] + tot[3 * kDim]), tot[1] + tot[kDim + 1] + (tot[2 * kDim + 1] + tot[3 * kDim + 1]),
-                        tot[2] + tot[kDim + 2] + (tot[2 * kDim + 2] + tot[3 * kDim + 2]), tot[3] + tot[kDim + 3] + (tot[2 * kDim + 3] + tot[3 * kDim + 3])};
-    *reinterpret_cast<float2*>(decay) = make_float2(ex2(s[0]), ex2(s[1]));
-    *reinterpret_cast<float2*>(decay + 4) = make_float2(ex2(s[2]), ex2(s[3]));
-  }
-  const int kr_base = l.base - (l.quad >> 4) * (kHalf32 - 1024) + l.octet * 1024;
-#pragma unroll 2
-  for (int t = 0; t < kOctet; ++t) {
+  const int kr_base = l.base - (l.quad >> 4) * (kHalf32 - 1024) + (l.group >> 1) * 1024;
+#pragma unroll 1
+  for (int t = 0; t < kGroup; ++t) {
     const int o = at(l.base, t), o_kr = at(kr_base, t);
     const float2 n = norm[t];
     float k[4], q[4], g[4], kd[4], qd[4], inv[4], kr[4];
@@ -566,20 +589,13 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
   launch_dependents();
 
   Work* const work = reinterpret_cast<Work*>(smem + kSmemWork);  // [0], [1]: this record and the next, in turns
-  uint32_t index = 0;                                           // warp 3: number from which the next search starts
-  if (warp == 3) {
-    Work w;
-    for (int i = 0; i < 2; ++i) {
-      index = find_work(a, i ? index : blockIdx.x, gridDim.x, w);
-      if ((tid & 31) == 0) work[i] = w;
-    }
+  uint32_t index = 0;                                           // warp 7: number from which the next search starts
+  if (warp == 7) {
+    index = find_work(a, blockIdx.x, gridDim.x, work[0]);
+    index = find_work(a, index, gridDim.x, work[1]);
   }
   __syncthreads();
-  Prefetch p;
-  if (work[0].chunk < a.chunks) {
-    prefetch_qk(a, work[0], tid, smem);
-    prefetch_regs(a, work[0], tid, p);
-  }
+  if (work[0].chunk < a.chunks) prefetch_qk(a, work[0], tid, smem);
   int turn = 0;
   int pending = -1;  // flag of the record whose bulk store is in flight (thread 0)
   while (work[turn].chunk < a.chunks) {
@@ -588,26 +604,30 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     const Lane l = make_lane(tid);
     const Work& next = work[turn ^ 1];
     const int valid_tokens = work[turn].valid;
+    Gates p;
+    load_gates(a, work[turn], tid, p);  // from L2, while q and k arrive
     cp_async_wait_all();
     if (tid == 0) bulk_wait_read();  // the record image is free again
     __syncthreads();
     prefetch_far(a, next, tid);
 
-    token_norms(smem, warp, lane, mode(a.modes, 11, 1), a.scale);
+    if (warp < 4) token_norms(smem, warp, lane, mode(a.modes, 11, 1), a.scale);
     float sum[4];
     {
       const bool bf16 = mode(a.modes, 1, 2) == kBf16;
-      const int valid = valid_tokens - l.octet * kOctet;
-      if (!mode(a.modes, 0, 1)) prefix<kLog>(sum, p, l, smem, valid, bf16, 0.f);
-      else if (a.lower_bound == 0.f) prefix<kSoftplus>(sum, p, l, smem, valid, bf16, 0.f);
-      else prefix<kSafe>(sum, p, l, smem, valid, bf16, a.lower_bound);
+      const int valid = valid_tokens - l.group * kGroup;
+      const float a_log = scalar(p.a_log, mode(a.modes, 3, 2));  // absent: bits 0, 0 in every dtype
+      if (!mode(a.modes, 0, 1)) prefix<kLog>(sum, p, 0.f, l, smem, valid, bf16, 0.f);
+      else if (a.lower_bound == 0.f) prefix<kSoftplus>(sum, p, a_log, l, smem, valid, bf16, 0.f);
+      else prefix<kSafe>(sum, p, a_log, l, smem, valid, bf16, a.lower_bound);
       float4 total;
       total.x = sum[0]; total.y = sum[1]; total.z = sum[2]; total.w = sum[3];
-      *reinterpret_cast<float4*>(smem + kSmemTot + (l.octet * kDim + 4 * l.quad) * 4) = total;
+      *reinterpret_cast<float4*>(smem + kSmemTot + (l.group * kDim + 4 * l.quad) * 4) = total;
     }
     if (tid < kChunk) {
       const int kind = mode(a.modes, 7, 2);
-      const float b = kind == 0 ? p.beta : rcp(1.f + ex2(-kLog2e * p.beta)) * (kind == 2 ? 2.f : 1.f);
+      const float x = scalar(p.beta, mode(a.modes, 9, 2));
+      const float b = kind == 0 ? x : rcp(1.f + ex2(-kLog2e * x)) * (kind == 2 ? 2.f : 1.f);
       beta[tid] = tid < valid_tokens ? b : 0.f;
     }
     const float least = fminf(fminf(sum[0], sum[1]), fminf(sum[2], sum[3]));
@@ -615,10 +635,10 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
 
     float acc[2][4] = {};
     if (!exact) {
-      if (warp < 2) factors<0, false>(l, smem); else factors<1, false>(l, smem);
+      if (warp < 4) factors<0, false>(l, smem); else factors<1, false>(l, smem);
     } else {
       exact_scores(acc, l, smem, warp, lane);
-      if (warp < 2) factors<0, true>(l, smem); else factors<1, true>(l, smem);
+      if (warp < 4) factors<0, true>(l, smem); else factors<1, true>(l, smem);
     }
     const int64_t record = static_cast<int64_t>(work[turn].chunk) * a.hv + work[turn].head;
     const int flag = work[turn].head * a.chunks + work[turn].chunk;
@@ -629,37 +649,34 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     }
     __syncthreads();
 
-    // Diagonal blocks: warp w has {A of sub 0, A of sub 1, P of sub 0, P of sub 1}[w]. Then warps 0 and 1 invert theirs,
-    // warps 2 and 3 make the blocks of A and P below the diagonal.
+    // Warps 0 to 3 have the diagonal blocks {A of sub 0, A of sub 1, P of sub 0, P of sub 1}, and 0 and 1 invert theirs;
+    // warps 4 and 5 have the blocks of A and P below the diagonal.
     const int sub = warp & 1;
-    const Rows hi = sub ? rows(smem + (warp < 2 ? kSmemRawK : kSmemRawQ), kHalf32, kSub, lane) : rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, 0, lane);
-    if (!exact) score(acc, hi, sub ? rows(smem + kSmemInv1, kHalf16, 0, lane) : rows(smem + kSmemRawK, kHalf32, 0, lane));
-    if (warp < 2) {
-      float* const L = sub ? L1 : L0;
-      store_l(L, acc, exact || sub ? 1.f : -1.f, true, beta + sub * kSub, lane);  // the record holds -Kd
-      __syncwarp();
-      invert_leaf(L, sub ? X1 : X0, smem + kRecT, sub * kSub, beta, lane);
-    } else {
-      store_p(smem, acc, sub * kSub, sub * kSub, true, lane);
+    if (warp < 4) {
+      const Rows hi = sub ? rows(smem + (warp < 2 ? kSmemRawK : kSmemRawQ), kHalf32, kSub, lane) : rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, 0, lane);
+      if (!exact) score(acc, hi, sub ? rows(smem + kSmemInv1, kHalf16, 0, lane) : rows(smem + kSmemRawK, kHalf32, 0, lane));
+      if (warp < 2) {
+        float* const L = sub ? L1 : L0;
+        store_l(L, acc, exact || sub ? 1.f : -1.f, true, beta + sub * kSub, lane);  // the record holds -Kd
+        __syncwarp();
+        invert_leaf(L, sub ? X1 : X0, smem + kRecT, sub * kSub, beta, lane);
+      } else {
+        store_p(smem, acc, sub * kSub, sub * kSub, true, lane);
+      }
+    } else if (warp < 6) {
       // Anchored: (-Kd_i, Qd_i) and k_j 2^-G_j. Where Kd_i is too small for a float, the pair's factor is below 2^-126 2^115
       // and the term lost is below 2^-11 k_ic k_jc; subnormals push that to 2^-18.
-      float off[2][4] = {};
-      if (exact) score(off, rows(smem + (sub ? kSmemRawQ : kSmemRawK), kHalf32, kSub, lane), rows(smem + kSmemRawQ, kHalf32, 0, lane));
-      else score(off, rows(smem + (sub ? kRecQd : kRecKd), kHalf32, kSub, lane), rows(smem + kSmemRawK, kHalf32, 0, lane));
-      if (sub) store_p(smem, off, kSub, 0, false, lane);
-      else store_l(L10, off, exact ? 1.f : -1.f, false, beta + kSub, lane);
+      const uint8_t* const hi = smem + (exact ? (sub ? kSmemRawQ : kSmemRawK) : (sub ? kRecQd : kRecKd));
+      score(acc, rows(hi, kHalf32, kSub, lane), rows(smem + (exact ? kSmemRawQ : kSmemRawK), kHalf32, 0, lane));
+      if (sub) store_p(smem, acc, kSub, 0, false, lane);
+      else store_l(L10, acc, exact ? 1.f : -1.f, false, beta + kSub, lane);
     }
     fence_async_smem();
     __syncthreads();
 
-    if (more) {  // the score operands are dead
-      prefetch_qk(a, next, tid, smem);
-      prefetch_regs(a, next, tid, p);
-    }
-    if (warp == 3) {  // into the place of this record, which nobody reads any more: barrier
-      Work w;
-      index = find_work(a, index, gridDim.x, w);
-      if (lane == 0) work[turn] = w;
+    if (more) prefetch_qk(a, next, tid, smem);  // the score operands are dead
+    if (warp == 7) {  // into the place of this record, which nobody reads any more: barrier
+      index = find_work(a, index, gridDim.x, work[turn]);
     }
     turn ^= 1;
     if (warp == 0) {  // T below the diagonal: -X1 L10 X0
@@ -696,7 +713,7 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
 }  // namespace cula::kda
 
 #ifndef CULA_EMULATE
-extern "C" __global__ void __launch_bounds__(cula::kda::kThreads, cula::kda::kBlocksPerSm)
+extern "C" __global__ void __maxnreg__(cula::kda::kRegisters)
 cula_kda_prep(const void* q, const void* k, const void* gate, const void* a_log, const void* dt_bias, const void* beta,
               const void* cu_seqlens, void* records, void* flags, int64_t q_b, int64_t q_t, int64_t q_h, int64_t k_b, int64_t k_t,
               int64_t k_h, int64_t gate_b, int64_t gate_t, int64_t gate_h, int64_t beta_b, int64_t beta_t, int64_t beta_h,

@@ -15,6 +15,8 @@ CULA_DEV uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__c
 // The compiler forgets what it knows about x. Address arithmetic on it then stays in the loop: hoisted out, it spills.
 CULA_DEV int opaque(int x) { asm volatile("" : "+r"(x)); return x; }
 
+CULA_DEV void no_hoisting() { asm volatile("" ::: "memory"); }
+
 CULA_DEV float ex2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 CULA_DEV float lg2(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 CULA_DEV float rcp(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }

@@ -20,6 +20,8 @@ closes, and a never-taken branch (`basic_block_end`) keeps the output of the pre
 """
 
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 
 import cutlass
@@ -38,6 +40,7 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 CHUNK, DIM, ROWS = 32, 128, 64
 STAGES = 3
 THREADS = 128
+REGISTERS = 224  # a quarter of an SM has 512 a lane; two prep blocks of 256 threads take 4 times 72
 OUT_PITCH = 24  # values of one token in a warp's output tile: 16, padded so that stmatrix has no bank conflict
 # Byte offsets inside a record: record.h
 REC_KD, REC_QD, REC_KR, REC_P, REC_T, REC_DECAY, REC_BYTES = 0, 8192, 16384, 24576, 26624, 28672, 29184
@@ -315,7 +318,6 @@ def kda_state(
         cute.copy(load_v, load_v.partition_S(s_v[(None, None, 0)]), load_v.retile(v_next))
     s = Int32(0)
     phase = Int32(0)
-    phase_far = Int32(1)
     for c in cutlass.range(count, unroll=1):
         warpgroup.wait_group(0)
         S_op = as_operand(S)
@@ -374,19 +376,23 @@ def kda_state(
         if cutlass.const_expr(not scan):
             cute.arch.sync_warp()
             cute.autovec_copy(s_rows, o_rows)
+        if cutlass.const_expr(not scan):
+            if c > 0:
+                for j in cutlass.range_constexpr(2):
+                    cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+                g_out += 2 * out_16
         s_far = s - 1 if s > 0 else Int32(STAGES - 1)  # the stage of chunk c - 1, and of c + 2
         if c + 2 < count:
             bring_values(s_far, v_to, v, v_16, v_left)
             if warp_id == 0:
                 ready = await_record(ready, c + 2, count, flags)
+                phase_far = phase ^ 1 if s == 0 else phase  # chunk c + 2 is as many fills of its stage behind as this one, or one less
                 bring_record(s_far, phase_far, stages, bars, records)
         else:
             cute.arch.cp_async_commit_group()
         v += 2 * v_16
         v_left -= CHUNK
         records += record_step
-        if s_far == STAGES - 1:
-            phase_far = phase_far ^ 1
         used = s
         s += 1
         if s == STAGES:
@@ -397,11 +403,6 @@ def kda_state(
         if c + 1 < count:
             cute.copy(load_v, load_v.partition_S(s_v[(None, None, s)]), load_v.retile(v_next))
             cute.arch.mbarrier_wait(bars + s, phase)
-        if cutlass.const_expr(not scan):
-            if c > 0:
-                for j in cutlass.range_constexpr(2):
-                    cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
-                g_out += 2 * out_16
         warpgroup.wait_group(0)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars + STAGES + used)
@@ -431,18 +432,34 @@ def kda_state(
     cute.arch.griddepcontrol_wait()
 
 
-def compile_state(io, state, layout, scan=False, target="sm_90a"):
-    """One kernel: cubin, entry symbol, block, dynamic shared memory and ptx. io: bf16, fp16; state: fp32, bf16; layout: vk, kv.
-    scan: the form without outputs."""
+def assemble(ptx, registers, ptxas, target):
+    """The cubin of `ptx` with a cap on registers. The DSL has no such cap, and without it ptxas takes a few more than the
+    SM's quarter has beside two prep blocks: then the two kernels do not run on an SM at the same time."""
+    capped, entries = re.subn(r"^(\.reqntid )", rf".maxnreg {registers}\n\1", ptx, flags=re.M)
+    if entries != 1:
+        raise ValueError(f"expected one .reqntid in the PTX, found {entries}")
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "state.ptx"), Path(folder, "state.cubin")
+        source.write_text(capped)
+        run = subprocess.run([ptxas, f"-arch={target}", "-O3", "-v", str(source), "-o", str(cubin)], capture_output=True, text=True)
+        if run.returncode or "C75" in run.stderr:  # C75xx: wgmma serialised or waits injected
+            raise RuntimeError(run.stderr)
+        return cubin.read_bytes(), run.stderr
+
+
+def compile_state(io, state, layout, ptxas, scan=False, target="sm_90a"):
+    """One kernel: cubin, entry symbol, block, dynamic shared memory and the assembler's report. io: bf16, fp16; state: fp32,
+    bf16; layout: vk, kv. scan: the form without outputs. ptxas: path of the assembler."""
 
     @cute.jit
     def host(value: Int64, stream: driver.CUstream):
-        # Values do not matter: only the cubin is kept. They are run-time values so that nothing of them is compiled in.
+        # Values do not matter: only the code is kept. They are run-time values so that nothing of them is compiled in.
         arguments = [TYPES[kind](value) for _, kind in PARAMS]
         kda_state(*arguments, DTYPES[io], DTYPES[state], layout, scan).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=SMEM_BYTES, stream=stream, preferred_smem_carveout=0
         )
 
-    compiled = cute.compile(host, Int64(0), make_fake_stream(), options=f"--gpu-arch {target} --keep-cubin --keep-ptx remarks{{ptx}}")
+    compiled = cute.compile(host, Int64(0), make_fake_stream(), options=f"--gpu-arch {target} --keep-cubin --keep-ptx")
     (entry,) = re.findall(r"\.entry\s+(\w+)", compiled.__ptx__)
-    return dict(cubin=compiled.__cubin__, entry=entry, block=(THREADS, 1, 1), max_dynamic_smem=SMEM_BYTES, ptx=compiled.__ptx__)
+    cubin, report = assemble(compiled.__ptx__, REGISTERS, ptxas, target)
+    return dict(cubin=cubin, entry=entry, block=(THREADS, 1, 1), max_dynamic_smem=SMEM_BYTES, report=report)

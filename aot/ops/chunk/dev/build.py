@@ -28,5 +28,6 @@ if __name__ == "__main__":
         for s in ("fp32", "bf16"):
             for layout in ("vk", "kv"):
                 for scan in (False, True):
-                    r = state.compile_state(io, s, layout, scan)
+                    r = state.compile_state(io, s, layout, str(Path(nvcc).parent / "ptxas"), scan)
+                    print(io, s, layout, scan, [l.split(":")[-1].strip() for l in r["report"].splitlines() if "spill" in l or "Used" in l])
                     (folder / f"{'scan' if scan else 'state'}_{io}_{s}_{layout}.cubin").write_bytes(r["cubin"])

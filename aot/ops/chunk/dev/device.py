@@ -7,7 +7,7 @@ import torch
 from cuda.bindings import driver as cu
 
 CHUNK, DIM, RECORD_BYTES = 32, 128, 29184
-PREP_SMEM, STATE_SMEM, CARRY_SMEM = 59904, 107648, 135168
+PREP_SMEM, STATE_SMEM, CARRY_SMEM = 60672, 107648, 135168
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT64_MIN = -(2**63)
@@ -22,26 +22,26 @@ def check(result):
 class Kernel:
     """One cubin. Arguments are given as ('p'|'q'|'i'|'f', value): pointer, 64-bit, 32-bit, float32."""
 
-    def __init__(self, path, smem):
+    def __init__(self, path, smem, threads=128):
         data = open(path, "rb").read()
         self.library = check(cu.cuLibraryLoadData(data, None, None, 0, None, None, 0))
         self.kernel = check(cu.cuLibraryEnumerateKernels(1, self.library))[0]
         self.function = check(cu.cuKernelGetFunction(self.kernel))
-        self.smem = smem
+        self.smem, self.threads = smem, threads
         attribute = cu.CUfunction_attribute
         check(cu.cuFuncSetAttribute(self.function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem))
         # Without the largest carveout two kernels that fit an SM together are not put there together.
         check(cu.cuFuncSetAttribute(self.function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
         get = lambda a: check(cu.cuFuncGetAttribute(a, self.function))
         self.registers, self.local = get(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS), get(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
-        self.occupancy = check(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, 128, smem))
+        self.occupancy = check(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, threads, smem))
 
     def launcher(self, grid, args, pdl):
         values = tuple(v for _, v in args)
         types = tuple({"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}[t] for t, _ in args)
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.smem
         config.hStream = torch.cuda.current_stream().cuda_stream
         if pdl:
@@ -57,14 +57,14 @@ class Prefill:
         self.folder, self.cache = folder, {}
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def kernel(self, name, smem):
+    def kernel(self, name, smem, threads=128):
         if name not in self.cache:
-            self.cache[name] = Kernel(os.path.join(self.folder, name + ".cubin"), smem)
+            self.cache[name] = Kernel(os.path.join(self.folder, name + ".cubin"), smem, threads)
         return self.cache[name]
 
     def plan(self, q, k, v, gate, beta, out, *, cu_seqlens=None, a_log=None, dt_bias=None, raw=True, lower_bound=0.0, beta_kind=1, l2norm=True,
              scale=None, state_in=None, state_out=None, read_index=None, write_index=None, null_slot=None, layout="vk", overlap=True,
-             prep_blocks=None, workspace=None, head_group=None, segments=1, suffix=""):  # fmt: skip
+             prep_blocks=None, workspace=None, head_group=None, segments=1, suffix="", state_suffix=""):  # fmt: skip
         """q,k [B,T,H,128], v,out,gate [B,T,HV,128], beta [B,T,HV]; states [slots,HV,128,128]. -> dict of launch functions."""
         B, T, H, _ = q.shape
         HV = v.shape[2]
@@ -96,7 +96,7 @@ class Prefill:
         state_args += [("i", x) for x in (HV, head_group, N, chunks, segments, index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
         state = next((s for s in (state_in, state_out) if s is not None), None)
         names = f"{NAME[v.dtype]}_{'fp32' if state is None else NAME[state.dtype]}_{layout}"
-        prep = self.kernel(f"prep_{NAME[q.dtype]}" + ("_gf32" if gate.dtype == torch.float32 else "") + suffix, PREP_SMEM)
+        prep = self.kernel(f"prep_{NAME[q.dtype]}" + ("_gf32" if gate.dtype == torch.float32 else "") + suffix, PREP_SMEM, 256)
         blocks = prep_blocks or (2 if overlap else 3)
         launches = dict(keep=(workspace, cu_seqlens, read_index, write_index), workspace_bytes=workspace.numel())
         launches["prep"] = prep.launcher(max(1, min(chunks * HV, self.sms * blocks)), prep_args, False)
@@ -105,7 +105,7 @@ class Prefill:
             launches["scan"] = self.kernel(f"scan_{names}", STATE_SMEM).launcher(4 * HV * N * (segments - 1), state_args, overlap)
             launches["carry"] = self.kernel("carry", CARRY_SMEM).launcher(16 * HV * N, [("p", carry), ("i", segments)], overlap)
             order += ["scan", "carry"]
-        launches["state"] = self.kernel(f"state_{names}", STATE_SMEM).launcher(max(1, 2 * HV * N * segments), state_args, overlap)
+        launches["state"] = self.kernel(f"state_{names}{state_suffix}", STATE_SMEM).launcher(max(1, 2 * HV * N * segments), state_args, overlap)
         order += ["state"]
 
         def run():

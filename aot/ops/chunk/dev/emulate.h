@@ -36,20 +36,20 @@ static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
 namespace cula::emu {
 struct Dim { int x = 0; };
-constexpr int kThreads = 128;
+constexpr int kMaxThreads = 256;
+inline int threads = kMaxThreads;  // of the block that runs
 struct Fiber { ucontext_t ctx; std::vector<char> stack; bool done = false; };
 struct Meet { int count = 0, gen = 0, any = 0, result = 0; };
 struct Bulk { void* dst; const void* src; int bytes; };
 struct Async { void* dst; const void* src; bool valid; };
-inline Fiber fibers[kThreads];
+inline Fiber fibers[kMaxThreads];
 inline ucontext_t scheduler;
 inline int current;
-inline Meet block_meet, warp_meet[4];
-inline uint32_t lanes[4][32][16];  // exchange area of warp-wide instructions
-inline std::vector<Async> async_copies[kThreads];
-inline std::vector<Bulk> bulk_copies[kThreads];
+inline Meet block_meet, warp_meet[kMaxThreads / 32];
+inline uint32_t lanes[kMaxThreads / 32][32][16];  // exchange area of warp-wide instructions
+inline std::vector<Async> async_copies[kMaxThreads];
+inline std::vector<Bulk> bulk_copies[kMaxThreads];
 inline Dim block_idx, grid_dim;
-inline bool wrote_unfenced[kThreads];
 inline void yield() { swapcontext(&fibers[current].ctx, &scheduler); }
 inline void meet(Meet& m, int n) {
   const int gen = m.gen;
@@ -61,10 +61,11 @@ struct ThreadIdx { int x_() const { return current; } };
 inline void (*entry)(void*);
 inline void* entry_arg;
 inline void trampoline() { entry(entry_arg); fibers[current].done = true; yield(); }
-inline void run_block(void (*f)(void*), void* arg, std::mt19937& rng) {
+inline void run_block(void (*f)(void*), void* arg, int block_threads, std::mt19937& rng) {
+  threads = block_threads;
   entry = f; entry_arg = arg;
-  std::vector<int> order(kThreads);
-  for (int i = 0; i < kThreads; ++i) {
+  std::vector<int> order(threads);
+  for (int i = 0; i < threads; ++i) {
     order[i] = i;
     Fiber& b = fibers[i];
     b.done = false; b.stack.resize(64 << 10);
@@ -72,7 +73,7 @@ inline void run_block(void (*f)(void*), void* arg, std::mt19937& rng) {
     b.ctx.uc_stack.ss_sp = b.stack.data(); b.ctx.uc_stack.ss_size = b.stack.size(); b.ctx.uc_link = nullptr;
     makecontext(&b.ctx, trampoline, 0);
   }
-  for (int left = kThreads; left > 0;) {
+  for (int left = threads; left > 0;) {
     std::shuffle(order.begin(), order.end(), rng);
     int ran = 0;
     for (int i : order) if (!fibers[i].done) { current = i; swapcontext(&scheduler, &fibers[i].ctx); ++ran; if (fibers[i].done) --left; }
@@ -84,7 +85,7 @@ inline void run_block(void (*f)(void*), void* arg, std::mt19937& rng) {
 #define threadIdx (::cula::emu::Dim{::cula::emu::current})
 #define blockIdx (::cula::emu::block_idx)
 #define gridDim (::cula::emu::grid_dim)
-static inline void __syncthreads() { cula::emu::meet(cula::emu::block_meet, cula::emu::kThreads); }
+static inline void __syncthreads() { cula::emu::meet(cula::emu::block_meet, cula::emu::threads); }
 static inline int __syncthreads_or(int v) { cula::emu::block_meet.any |= v != 0; __syncthreads(); return cula::emu::block_meet.result; }
 static inline void __syncwarp() { cula::emu::warp_sync(); }
 static inline void __threadfence() {}
@@ -98,6 +99,7 @@ static inline int __shfl_sync(unsigned, int v, int src) {
 namespace cula::dev {
 using namespace cula::emu;
 CULA_DEV int opaque(int x) { return x; }
+CULA_DEV void no_hoisting() {}
 CULA_DEV float ftz(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x; }
 CULA_DEV float ex2(float x) { return ftz(std::exp2(ftz(x))); }
 CULA_DEV float lg2(float x) { return std::log2(ftz(x)); }

@@ -16,7 +16,7 @@ extern "C" void emulate_prep(void* const* p, const int64_t* s, const int32_t* n,
   for (int b = 0; b < grid; ++b) {
     memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
     cula::emu::block_idx.x = b;
-    cula::emu::run_block(block, &a, rng);
+    cula::emu::run_block(block, &a, cula::kda::kThreads, rng);
   }
 }
 
@@ -31,6 +31,6 @@ extern "C" void emulate_carry(float* base, int segments, int chains) {
   std::mt19937 rng(2);
   for (int b = 0; b < chains * 16; ++b) {
     cula::emu::block_idx.x = b;
-    cula::emu::run_block(carry_block, &c, rng);
+    cula::emu::run_block(carry_block, &c, cula::kda::kCarryThreads, rng);
   }
 }
