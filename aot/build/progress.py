@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from aot.archs import ARCHS
 from aot.build.built import BuiltKernel
 
 
@@ -67,7 +68,7 @@ def summary_table(kernels: list[BuiltKernel]) -> str:
     for kernel in kernels:
         groups[kernel.spec.arch, kernel.spec.op].append(kernel)
     rows = [("arch", "op", "toolchain", "kernels", "registers", "local B", "KB")]
-    for (arch, op), members in groups.items():
+    for (arch, op), members in sorted(groups.items(), key=lambda item: (list(ARCHS).index(item[0][0]), item[0][1])):
         infos = [member.info for member in members if member.info]
         registers = [info.registers for info in infos]
         rows.append((
