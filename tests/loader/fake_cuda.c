@@ -66,7 +66,7 @@ EXPORT Result cuThreadExchangeStreamCaptureMode(int* m) { int was = capture_mode
 EXPORT Result cuLibraryLoadData(uintptr_t* lib, const void* code, void* a, void* b, unsigned n, void* c, void* d, unsigned m) {
   (void)a, (void)b, (void)n, (void)c, (void)d, (void)m;
   if (fake_capturing && capture_mode != 2) return CAPTURE_UNSUPPORTED;
-  if (!memcmp(code, "BAD", 3)) return INVALID_IMAGE;
+  if (memcmp(code, "\x7f" "ELF", 4)) return INVALID_IMAGE;
   *lib = 1000 + ++fake_load_count;
   return OK;
 }

@@ -233,6 +233,8 @@ def test_producers_allocate_their_own(framework, dtype):
     x = producer_of(type(like)).empty(like, (2, 3), dtype)
     expected = {None: "float16", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
     assert type(x) is type(like) and tuple(x.shape) == (2, 3) and str(x.dtype).endswith(expected)
+    others = [producer_of(type(like)).empty(like, (2, 3), dtype) for _ in range(3)]
+    assert len({content(read(y))["data"] for y in [x, *others]}) == 4, "memory of its own, even where the framework could share a constant"
 
 
 # ------------------------------------------------------------------------------------------------ operands to refuse

@@ -164,14 +164,14 @@ first, second = problem(), problem(seed=1)
 given = on_gpu(first)
 out = torch.empty(given["v"].shape, dtype=torch.float16, device="cuda")
 other = on_gpu(problem(seed=2))
-other_out = torch.empty_like(out)
+other_out, side = torch.empty_like(out), torch.cuda.Stream()
 torch.cuda.synchronize()
 graph, failures = torch.cuda.CUDAGraph(), []
 with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode=mode):
     if where == "other thread":  # whose stream captures nothing; its first call loads the kernel
         def work():
             try:
-                with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                with torch.no_grad(), torch.cuda.stream(side):
                     cula.kda.kda_decode(**other, out=other_out, **OPTIONS)
             except BaseException as error:
                 failures.append(error)
