@@ -1,0 +1,146 @@
+"""One op as a custom call of XLA's typed FFI; cula.h says what the handlers in libcula.so read.
+
+A plain call is a jitted one. Reading JAX arrays through DLPack, as the loader does, takes longer (0.35 ms a decode call on two CPU cores,
+0.04 ms here); on a GPU the jitted call is in order with the rest of JAX's work, whose stream a library cannot ask for; and JAX
+itself sees to it that a donated pool is not used again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from ctypes import c_void_p, cast
+
+import numpy as np
+from cula_loader import InvalidArgumentError, Query, Spec, UnsupportedError, abi, library
+from cula_loader.ops import BY_NAME
+
+try:
+    import jax
+    import jax.custom_batching
+    import jax.ffi
+except ImportError as error:
+    raise ImportError(f"cula.jax needs jax 0.6 or later ({error})") from error
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "int32": "int32", "int64": "int64"}
+_NAMES = {short: long for long, short in _DTYPES.items()}
+
+_lock = threading.Lock()
+_registered = False
+
+
+def register() -> None:
+    """Makes the custom calls known to XLA. Every function of cula.jax does it; needed only to run a program that was traced in another
+    process (jax.export), where none of them is called. Idempotent. Raises ArtifactError if there is no library."""
+    global _registered
+    if _registered:
+        return
+    with _lock:
+        lib = library()
+        cpu, cuda, initialize = (_capsule(getattr(lib.c, f"cula_xla_{name}")) for name in ("cpu", "cuda", "cuda_initialize"))
+        for op in BY_NAME:
+            jax.ffi.register_ffi_target(f"cula_{op}", cpu, platform="cpu")
+            jax.ffi.register_ffi_target(f"cula_{op}", {"execute": cuda, "initialize": initialize}, platform="CUDA")
+        _registered = True
+
+
+def _capsule(function):
+    return jax.ffi.pycapsule(cast(function, c_void_p).value)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _args_bytes(name: str, *options) -> bytes:
+    """The args struct of an op with these options and no operands."""
+    op = BY_NAME[name]
+    args = abi.new(op.struct)
+    try:
+        op.fill(args, *options)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
+    return bytes(args)[: args.struct_size]
+
+
+def arrays(name: str, **operands) -> dict:
+    """The operands that are given, as JAX arrays or tracers."""
+    given = {key: x for key, x in operands.items() if x is not None}
+    for key, x in given.items():
+        if isinstance(x, np.ndarray):
+            given[key] = jax.numpy.asarray(x)  # with x64 off, float64 and int64 become what JAX makes of them everywhere
+        elif not isinstance(x, jax.Array):
+            raise InvalidArgumentError(f"{name}: {key}: {type(x).__module__}.{type(x).__qualname__} is no JAX or NumPy array")
+    return given
+
+
+def call(name: str, options: tuple, operands: dict, results: dict, pool: str | None = None, donate: bool = False) -> tuple:
+    """Results of an op, in the order of `results`, and then the new contents of `pool`, an operand that is updated.
+
+    operands: of `arrays`. results: name in the args struct -> (shape, dtype), of cula's dtype names. options: as op.options.
+    """
+    try:
+        _args_bytes(name, *options)
+    except TypeError:  # an unhashable option is no valid one: filling says which
+        _args_bytes.__wrapped__(name, *options)
+    if donate is not False and donate is not True:
+        raise InvalidArgumentError(f"{name}: donate={donate!r}: allowed: True, False")
+    if donate and pool is None:
+        raise InvalidArgumentError(f"{name}: donate=True gives up a pool, and there is none")
+    register()
+    updated = operands.pop(pool, None)
+    return (_giving if donate else _keeping)((name, options, tuple(results.items()), pool), updated, operands)
+
+
+def _traced(static: tuple, updated, given: dict) -> tuple:
+    """static: (op, options, results, pool) of `call`."""
+    name, options, results, pool = static
+    operands = dict(given) if updated is None else {**given, pool: updated}
+    _check(name, options, operands, dict(results))
+    raw = np.frombuffer(_args_bytes(name, *options), np.uint8)
+    order = BY_NAME[name].tensors
+    outputs = [(key, jax.ShapeDtypeStruct(shape, _NAMES[dtype])) for key, (shape, dtype) in results]
+    aliases = {}
+    if updated is not None:
+        aliases[len(operands) - 1] = len(outputs)  # without donation or a last use XLA copies the pool first
+        outputs.append((pool, jax.ShapeDtypeStruct(updated.shape, updated.dtype)))
+    fields = np.array([order.index(key) for key in (*operands, *(key for key, _ in outputs))], np.int32)
+    custom_call = jax.ffi.ffi_call(f"cula_{name}", tuple(shape for _, shape in outputs), input_output_aliases=aliases)
+
+    @jax.custom_batching.custom_vmap
+    def batched(*arrays):
+        return custom_call(*arrays, op=np.int32(BY_NAME[name].number), args=raw, fields=fields)
+
+    @batched.def_vmap
+    def refuse_vmap(*_):
+        raise UnsupportedError(f"{name}: vmap is not supported: the operands have a dimension for the batch already (rows N, tokens T); "
+                               "reshape into it, or use jax.lax.map")
+
+    @jax.custom_jvp
+    def forward(*arrays):
+        return batched(*arrays)
+
+    @forward.defjvp
+    def refuse_jvp(*_):
+        raise UnsupportedError(f"{name}: cula's kernels are forward only: differentiate with respect to something else, or put "
+                               "jax.lax.stop_gradient around the operands")
+
+    return forward(*operands.values())
+
+
+_keeping = jax.jit(_traced, static_argnums=0)
+_giving = jax.jit(_traced, static_argnums=0, donate_argnums=1)
+
+
+def _check(name: str, options: tuple, operands: dict, results: dict) -> None:
+    """The library's own validation of the call, on shapes and dtypes alone. Which kernels there are is asked of the cpu arch: the platform
+    that a traced program will run on is not known yet."""
+    specs = {key: Spec(x.shape, dtype_of(name, key, x), (abi.CPU, 0)) for key, x in operands.items()}
+    specs |= {key: Spec(shape, dtype, (abi.CPU, 0)) for key, (shape, dtype) in results.items()}
+    op = BY_NAME[name]
+    Query().ask(op, tuple(map(specs.get, op.tensors)), options)
+
+
+def dtype_of(name: str, key: str, x) -> str:
+    """cula's name of an array's dtype."""
+    found = _DTYPES.get(x.dtype.name)
+    if found is None:
+        raise InvalidArgumentError(f"{name}: {key}: dtype {x.dtype.name} is none that cula reads ({', '.join(_NAMES.values())})")
+    return found
