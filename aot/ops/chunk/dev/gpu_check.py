@@ -169,6 +169,8 @@ def checks(op):
         ("2 segments, ragged", inputs([100, 0, 1, 333, 64, 31], 2, 2, gate="slow", seed=30), dict(segments=2)),
         ("5 segments, ragged, no overlap", inputs([100, 0, 1, 333, 64, 31], 2, 2, gate="logmix", seed=31), dict(segments=5, overlap=False)),
         ("5 segments, pool, g = 0", inputs([300, 500], 2, 2, gate="log0", seed=32), dict(segments=5, pool=torch.int32)),
+        ("slow 8192", inputs([8192], 2, 2, gate="slow", seed=33), {}),
+        ("slow 8192, 6 segments", inputs([8192], 2, 2, gate="slow", seed=33), dict(segments=6)),
         ("70 heads, 2 groups", inputs([40, 70], 70, 70, seed=25), {}),
     ]
     rows, bad = [], 0
@@ -199,6 +201,30 @@ def checks(op):
     return rows, bad
 
 
+def check_slots(op):
+    """Slot rules: negative, null and out-of-range indices read zero and store nothing; a read slot that is not written stays."""
+    d = inputs([40, 70, 33, 64, 20], 1, 2, seed=40)
+    pool = torch.randn(6, 2, DIM, DIM, device=dev)
+    read, write = [2, -1, 0, 5, 99], [1, 3, 0, -1, 4]
+    before = pool.clone()
+    zero = torch.zeros(2, DIM, DIM, device=dev)
+    d["h0"] = torch.stack([before[r] if 0 < r < 6 else zero for r in read])
+    out = torch.full_like(d["v"], float("nan"))
+    t = lambda x, dt: torch.tensor(x, dtype=dt, device=dev)
+    cu = t([0, 40, 110, 143, 207, 227], torch.int64)
+    p = op.plan(d["q"], d["k"], d["v"], d["gate"], d["beta"], out, cu_seqlens=cu, a_log=d["a_log"], dt_bias=d["dt_bias"], lower_bound=-5.0, state_in=pool, state_out=pool,
+                read_index=t(read, torch.int32), write_index=t(write, torch.int64), null_slot=0)  # fmt: skip
+    p["run"]()
+    torch.cuda.synchronize()
+    o, S = reference(d)
+    same = all(torch.equal(pool[i], before[i]) for i in (0, 2, 5))
+    e_s = max(rel(pool[w], S[i]) for i, w in enumerate(write) if w > 0)
+    e_o = rel(out[0], torch.cat(o))
+    ok = same and e_s < 5.5e-3 and e_o < 5.5e-3
+    print("ok  " if ok else "FAIL", f"slots: o {e_o:.2e} state {e_s:.2e} others untouched {same}", flush=True)
+    return dict(name="slots", o=e_o, state=e_s, ok=ok)
+
+
 SHAPES = [(64, [512]), (64, [1024]), (64, [4096]), (64, [8192]), (64, [16384]), (64, [32768]), (64, [8192] * 2), (64, [1300, 547, 2048, 963, 271, 3063]), (64, [1024] * 8),
           (96, [8192]), (16, [8192]), (12, [8192]), (8, [8192]), (8, [32768]), (4, [32768])]  # fmt: skip
 
@@ -209,11 +235,11 @@ def variants_of(H, lens, parts):
     if parts:
         v.update(prep3=(dict(overlap=False), "prep"), prep2=(dict(), "prep"), state=(dict(overlap=False), "state"), overlap1=(dict(prep_blocks=1), "run"))
     if H <= 16 and len(lens) == 1:
-        for p in (3, 4, 5, 6, 8, 12, 16):
+        for p in (2, 3, 4, 5, 6, 8, 9, 12, 16):
             if 2 * H * p <= 528:
                 v[f"cp{p}"] = (dict(segments=p), "run")
         if parts:
-            v.update(scan5=(dict(segments=5, overlap=False), "scan"), carry5=(dict(segments=5, overlap=False), "carry"), state5=(dict(segments=5, overlap=False), "state"))
+            v.update(scan3=(dict(segments=3, overlap=False), "scan"), state3=(dict(segments=3, overlap=False), "state"), scan5=(dict(segments=5, overlap=False), "scan"), carry5=(dict(segments=5, overlap=False), "carry"), state5=(dict(segments=5, overlap=False), "state"))
     return v
 
 
@@ -256,6 +282,8 @@ if __name__ == "__main__":
     bad = 0
     if "check" in what:
         result["checks"], bad = checks(op)
+        result["checks"].append(check_slots(op))
+        bad += not result["checks"][-1]["ok"]
     if "time" in what:
         result["times"] = times(op, ["safe"] + (["slow"] if "slow" in what else []), "parts" in what)
     result["kernels"] = {n: dict(registers=k.registers, local=k.local, occupancy=k.occupancy) for n, k in op.cache.items()}
