@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 
 import torch
 
 from benchmarks import decode_inputs, host, peers, timing
 from benchmarks.cula_call import bind
-from benchmarks.decode_inputs import D, HEADS, Inputs
+from benchmarks.decode_inputs import HEADS, D, Inputs
 from tests.numerics import cabi
 from tests.reference import recurrence
 
@@ -98,7 +99,7 @@ def run(quick: bool, layouts: tuple[str, ...] = ("vk", "kv")) -> dict:
                     peers_here = peer_rows(op, n, heads, state)
                     for layout in layouts if not quick else layouts[:1]:
                         row = {"op": op, "state": state, "layout": layout, "heads": heads, "n": n,
-                               **measure(lambda x: cula_call(x, layout), op, n, heads, state), "peers": peers_here}
+                               **measure(partial(cula_call, layout=layout), op, n, heads, state), "peers": peers_here}
                         if "us" in row:
                             row["share"] = row["GBs"] / copy
                             print(f"{op} {state} {layout} {heads[0]}/{heads[1]} N={n}: {row['us']:.2f} us, "

@@ -1,9 +1,9 @@
 """kda_gate, gdn_gate and l2norm on the GPU: the cases of tests/numerics/gates.py, and what only a GPU has."""
 
-import cula
 import pytest
 import torch
 
+import cula
 from tests.numerics import gates
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cula
 import pytest
 import torch
 
+import cula
 from tests.cases.tools import GATE, OPS, expectation, index, pool, rows, same_bits
 from tests.numerics import cabi
 from tests.numerics.call import decode

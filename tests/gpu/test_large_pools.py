@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cula
 import pytest
 import torch
 
+import cula
 from tests.cases.tools import index, pool, rows, run, same_bits
 from tests.numerics.call import decode
 

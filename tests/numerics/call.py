@@ -6,9 +6,9 @@ decode_c     cula_run of libcula.so through ctypes
 
 from __future__ import annotations
 
-import cula
 import torch
 
+import cula
 from benchmarks.cula_call import FUNCTIONS, bind
 from tests.numerics import cabi
 

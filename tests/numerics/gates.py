@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import zlib
 
-import cula
 import numpy as np
 import torch
 
+import cula
 from tests.numerics.compare import FLOAT32, half_ulp
 from tests.numerics.covering import covering, pairs
 

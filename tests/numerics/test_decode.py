@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cula
 import pytest
 import torch
 
+import cula
 from tests.numerics import cabi, problem
 from tests.numerics.call import decode, decode_c
 from tests.numerics.cases import CASES

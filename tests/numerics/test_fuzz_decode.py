@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 
-import cula
 import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cula
 from benchmarks.cula_call import FUNCTIONS
 from tests.cases.tools import DELTA, pool, rows
 from tests.numerics import cases, problem

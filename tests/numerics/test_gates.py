@@ -1,9 +1,9 @@
 """kda_gate, gdn_gate and l2norm on the cpu arch; tests/gpu/test_gates.py runs the same cases on a GPU."""
 
-import cula
 import pytest
 import torch
 
+import cula
 from tests.numerics import gates
 
 NAN, INF = float("nan"), float("inf")
