@@ -12,6 +12,7 @@ import threading
 from ctypes import c_void_p, cast
 
 import numpy as np
+
 from cula_loader import InvalidArgumentError, Query, Spec, UnsupportedError, abi, library
 from cula_loader.ops import BY_NAME
 
