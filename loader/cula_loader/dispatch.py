@@ -188,7 +188,7 @@ def _bind_slow(state: _State, prepared: _Prepared, objects: tuple, handle: int |
         if o.producer.immutable and o.name in written and o.name not in fresh and not donate:
             raise InvalidArgumentError(f"{op.name}: {o.name}: is written, and {o.producer.name} arrays are immutable: pass donate=True to give "
                                        "this array up (it then holds the result, and so does every other reference to its buffer)")
-    on_gpu = [o for o in operands if o.device[0] != abi.CPU]
+    on_gpu = [o for o in operands if o.device[0] in (abi.CUDA, abi.CUDA_MANAGED)]  # of other devices the library says what it thinks
     own: dict[str, int] = {}  # operand: the stream its framework works on, where it has one
     for o in on_gpu:
         with _naming(op, o.name):

@@ -136,15 +136,15 @@ def from_capsule(capsule) -> Reading:
 # ---------------------------------------------------------------------------------------------- array interfaces
 
 
-def from_array_interface(interface: dict, dtype_name: str, device: tuple[int, int], keep) -> Reading:
-    """Through `__cuda_array_interface__` (versions 2 and 3) or numpy's `__array_interface__`.
-
-    dtype_name: the array's own name of its dtype, because bfloat16 has no typestr.
-    """
+def from_array_interface(interface: dict, device: tuple[int, int], x) -> Reading:
+    """Through `__cuda_array_interface__` (versions 2 and 3) or numpy's `__array_interface__` of x."""
     typestr = interface["typestr"]
-    name = "bf16" if dtype_name == "bfloat16" else _TYPESTR.get(typestr.replace("=", "<"))
+    name = _TYPESTR.get(typestr)
     if name is None:
-        raise BufferError(f"dtype {dtype_name or typestr} is none that cula reads ({', '.join(abi.DTYPES)})")
+        dtype = getattr(getattr(x, "dtype", None), "name", typestr)  # bfloat16 has no typestr, and asking for the name costs 2 us
+        if dtype != "bfloat16":
+            raise BufferError(f"dtype {dtype} is none that cula reads ({', '.join(abi.DTYPES)})")
+        name = "bf16"
     if interface.get("mask") is not None:
         raise BufferError("a masked array")
     code, bits = abi.DTYPES[name]
@@ -155,4 +155,4 @@ def from_array_interface(interface: dict, dtype_name: str, device: tuple[int, in
         if any(step % size for step in strides):
             raise BufferError(f"strides {tuple(strides)} bytes are no multiples of the {size} bytes of an element")
         strides = [step // size for step in strides]
-    return describe(pointer or 0, device, interface["shape"], (code, bits), strides, bool(read_only), keep)
+    return describe(pointer or 0, device, interface["shape"], (code, bits), strides, bool(read_only), x)

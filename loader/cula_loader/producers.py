@@ -105,7 +105,7 @@ class Numpy(Producer):
         return CPU_DEVICE
 
     def read(self, x, stream):
-        return from_array_interface(x.__array_interface__, x.dtype.name, CPU_DEVICE, x)
+        return from_array_interface(x.__array_interface__, CPU_DEVICE, x)
 
     def current_stream(self, x, device):
         return None
@@ -139,7 +139,7 @@ class Cupy(Producer):
         if self.fast or x.dtype.name != "bfloat16":
             return super().read(x, stream)
         # CuPy refuses bfloat16 over DLPack in some releases; its memory is the same.
-        return from_array_interface(x.__cuda_array_interface__, "bfloat16", (abi.CUDA, x.device.id), x)
+        return from_array_interface(x.__cuda_array_interface__, (abi.CUDA, x.device.id), x)
 
     def current_stream(self, x, device):
         with x.device:  # CuPy's current stream is one a device and thread
@@ -166,7 +166,7 @@ class CudaArray(Producer):
         interface = x.__cuda_array_interface__
         if interface.get("version", 0) < 2:
             raise BufferError(f"__cuda_array_interface__ version {interface.get('version')}, cula reads 2 and 3")
-        return from_array_interface(interface, getattr(getattr(x, "dtype", None), "name", ""), self.device(x), x)
+        return from_array_interface(interface, self.device(x), x)
 
     def current_stream(self, x, device):
         stream = x.__cuda_array_interface__.get("stream")

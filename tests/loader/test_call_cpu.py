@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cula
-from cula_loader import dispatch
+from cula_loader import abi, dispatch, dlpack
 from tests.reference import recurrence
 
 N, H, HV, K, V = 5, 2, 4, 64, 128
@@ -199,6 +199,31 @@ def test_meta_and_fake_tensors_are_refused():
             cula.kda.kda_decode(**{**given, name: fake}, **OPTIONS)
     with FakeTensorMode(), pytest.raises(cula.CulaError):
         cula.kda.kda_decode(**{n: torch.zeros(x.shape, dtype=x.dtype) for n, x in given.items()}, **OPTIONS)
+
+
+class Elsewhere:
+    """An array of a device that cula knows nothing of, or of pinned host memory."""
+
+    def __init__(self, x, device_type):
+        self.x, self.device_type = x, device_type
+
+    def __dlpack_device__(self):
+        return self.device_type, 0
+
+    def __dlpack__(self, **kwargs):
+        kwargs.pop("stream", None)
+        capsule = self.x.__dlpack__(**kwargs)
+        abi.Tensor.from_address(dlpack.from_capsule(capsule).address).device_type = self.device_type
+        return capsule
+
+
+@pytest.mark.parametrize(("device_type", "text"), [(14, "device type 14|oneapi"), (3, "cuda_host|kDLCUDAHost|cudahost")])
+@pytest.mark.parametrize("names", [("q",), ("state",), ("q", "k", "v", "gate", "beta", "state", "out")])
+def test_other_devices_are_refused(names, device_type, text):
+    rows = problem("float32")
+    given = {n: x.copy() for n, x in rows.items() if n not in ("A_log", "dt_bias", "read_index", "write_index")} | {"out": np.zeros_like(rows["v"])}
+    with pytest.raises(cula.InvalidArgumentError, match=f"(?i)kda_decode: .*({text})"):
+        cula.kda.kda_decode(**{n: Elsewhere(x, device_type) if n in names else x for n, x in given.items()}, **OPTIONS)
 
 
 def test_a_stream_for_cpu_tensors_is_refused():
