@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("info", help="version, artifacts, archs, ops, kernels; the GPUs seen, and why each can or cannot run")
     command.add_argument("--json", action="store_true", help="the same as one JSON object")
-    commands.add_parser("doctor", help="what is wrong here and what to do: wheels, files, driver, GPUs, Python packages")
+    command = commands.add_parser("doctor", help="what is wrong here and what to do: wheels, files, driver, GPUs, Python packages")
+    command.add_argument("--device", default="all", help="all (the default: no GPU is all right), cuda (no GPU is wrong), or cpu (GPUs are left out)")
     command = commands.add_parser("selftest", help="decode on the CPU, and on each GPU that can run, against a float64 recurrence")
     command.add_argument("--device", default="all", help="all (the default), cpu, or cuda")
     options = parser.parse_args(arguments)
@@ -46,12 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print_info(facts)
         return 0
-    if options.command == "doctor":
-        from ._doctor import doctor
-
-        return doctor()
     if options.device not in ("all", "cpu", "cuda"):
         parser.error(f"--device {options.device}: allowed: all, cpu, cuda")
+    if options.command == "doctor":
+        from .doctor import doctor
+
+        return doctor(options.device)
     from ._selftest import selftest
 
     return selftest(options.device)
