@@ -73,9 +73,13 @@ def _gpu(ordinal: int) -> Gpu:
                         "multiprocessing method 'spawn' or 'forkserver', or fork before the first GPU call; CPU calls work here")
     if not _started:
         try:
-            check(driver.cuInit(0), "cuInit")
+            status, = driver.cuInit(0)
         except RuntimeError as error:  # how cuda.bindings says that it finds no libcuda
             raise CudaError(f"CUDA cannot be used: {error}") from None
+        if status is driver.CUresult.CUDA_ERROR_NOT_INITIALIZED:
+            raise CudaError(f"cuInit: {describe(status)}: this process was probably forked from one that had used CUDA; start workers with "
+                            "the multiprocessing method 'spawn' or 'forkserver'")
+        check((status,), "cuInit")
         _started = True
     found = gpus.get(ordinal)
     if found is None:
