@@ -49,7 +49,7 @@ constexpr int kSmemL10 = kSmemL1 + kMat;             // and the block below the 
 constexpr int kSmemX0 = kSmemL10 + kMat;             // inverses of I + L0, I + L1
 constexpr int kSmemX1 = kSmemX0 + kMat;
 constexpr int kSmemY = kSmemL0;                      // L10 X0, when L0 is inverted
-constexpr int kSmemWork = kSmemX1 + kMat;            // Work [2]
+constexpr int kSmemWork = kSmemX1 + kMat;            // Work [2], and the number of a flag
 constexpr int kSmemBytes = kSmemWork + 128;          // dynamic shared memory of a launch
 static_assert(kSmemBytes == 60672, "the plan's figure");
 
@@ -443,6 +443,7 @@ CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int
   }
 #pragma unroll
   for (int t = 0; t < kGroup; ++t) store_prefix(smem, at(l.base, t), g[t]);
+  no_hoisting();
 }
 
 // Kd, Qd, Kr into the record and the score operands over the raw tiles, which each thread reads where it writes.
@@ -452,28 +453,32 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
   const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.group * kGroup;
   // log2 decay of the sub-chunk before this group (exact_scores has added it), of all the sub-chunk; factors: decay of
   // sub-chunk 0, from where inv (exact: kr) stands to the end of the chunk
-  float before[4], own[4], e0[4], to_end[4];
+  float before[4] = {}, sums[2][4] = {}, e0[4], to_end[4];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    // One 16-byte load: 4-byte ones at this stride conflict four ways, and shared memory is what this kernel is short of
+    const float4 x = *reinterpret_cast<const float4*>(tot + i * kDim);
+    const float v[4] = {x.x, x.y, x.z, x.w};
+    float(&s)[4] = sums[i / (kGroups / 2)];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!kExact && i == l.group) before[e] = s[e];
+      s[e] += v[e];
+    }
+  }
+  const float(&own)[4] = sums[kSubChunk];
+  float end[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    float s[2], b = 0.f;
-#pragma unroll
-    for (int sub = 0; sub < 2; ++sub) {
-      s[sub] = 0.f;
-#pragma unroll
-      for (int i = 0; i < kGroups / 2; ++i) {
-        if (sub == kSubChunk && i == (l.group & 3)) b = s[sub];
-        s[sub] += tot[(sub * (kGroups / 2) + i) * kDim + e];
-      }
-    }
-    before[e] = kExact ? 0.f : b;
-    own[e] = s[kSubChunk];
-    e0[e] = ex2(s[0]);
+    e0[e] = ex2(sums[0][e]);
     // Two factors, not ex2 of the sum: inv can be 2^115 and the sum's factor below the smallest float
-    to_end[e] = kSubChunk ? ex2(s[1]) : ex2(s[1]) * (kExact ? 1.f : e0[e]);
-    if (l.group == 0) {  // 2^G_C; float order [c / 16][(c % 8) / 2][(c / 8) % 2][c % 2] of channel c
-      float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (l.quad >> 2) * 16 + (l.quad & 1) * 8 + ((l.quad >> 1) & 1) * 2;
-      decay[(e >> 1) * 4 + (e & 1)] = ex2(s[0] + s[1]);
-    }
+    to_end[e] = kSubChunk ? ex2(sums[1][e]) : ex2(sums[1][e]) * (kExact ? 1.f : e0[e]);
+    end[e] = sums[0][e] + sums[1][e];
+  }
+  if (l.group == 0) {  // 2^G_C; float order [c / 16][(c % 8) / 2][(c / 8) % 2][c % 2] of channel c
+    float* decay = reinterpret_cast<float*>(smem + kRecDecay) + (l.quad >> 2) * 16 + (l.quad & 1) * 8 + ((l.quad >> 1) & 1) * 2;
+    *reinterpret_cast<float2*>(decay) = make_float2(ex2(end[0]), ex2(end[1]));
+    *reinterpret_cast<float2*>(decay + 4) = make_float2(ex2(end[2]), ex2(end[3]));
   }
   const int kr_base = l.base - (l.quad >> 4) * (kHalf32 - 1024) + (l.group >> 1) * 1024;
 #pragma unroll 1
@@ -597,7 +602,9 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
   __syncthreads();
   if (work[0].chunk < a.chunks) prefetch_qk(a, work[0], tid, smem);
   int turn = 0;
-  int pending = -1;  // flag of the record whose bulk store is in flight (thread 0)
+  // Flag of the record whose bulk store is in flight: only thread 0's, but a register in all threads, so it lives here.
+  int& pending = *reinterpret_cast<int*>(smem + kSmemWork + 2 * sizeof(Work));
+  if (threadIdx.x == 0) pending = -1;
   while (work[turn].chunk < a.chunks) {
     tid = opaque(threadIdx.x);
     const int lane = tid & 31;

@@ -330,6 +330,11 @@ def kda_state(
         basic_block_end(zeros[0])
         if cutlass.const_expr(not scan):
             o_prev.store(O.load().to(io))
+        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
+        for i in cutlass.range_constexpr(DIM // 16):
+            cute.autovec_copy(
+                cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay[(None, i)]
+            )
         if cutlass.const_expr(not scan):
             warpgroup.fence()
             tokens_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -337,13 +342,6 @@ def kda_state(
                 cute.gemm(tokens_mma, O, S_op[(None, None, k)], f_qd[(None, None, k, s)], O)
                 tokens_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-        basic_block_end(zeros[4])
-        # Under Q: the decay.
-        stage_decay = stages.toint() + (s * STAGE_BYTES + REC_DECAY + lane % 4 * 16)
-        for i in cutlass.range_constexpr(DIM // 16):
-            cute.autovec_copy(
-                cute.make_tensor(pointer(Float32, stage_decay + i * 64, cute.AddressSpace.smem), cute.make_layout(4)), decay[(None, i)]
-            )
         for i in cutlass.range_constexpr(DIM // 16):  # columns 16 i + {0, 8} + 2 (lane % 4) + {0, 1} of both its rows
             for e in cutlass.range_constexpr(8):
                 S[8 * i + e] = S[8 * i + e] * decay[e // 4 * 2 + e % 2, i]
