@@ -12,16 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from aot.build import host
+
 ROOT = Path(__file__).resolve().parents[2]
-INCLUDES = (".", "aot/capi/include", "aot/capi/src", "aot/common/cpu")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-include", "aot/common/cpu/glibc_compat.h")
-LEVELS = {
-    "base": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-}
-if platform.machine() != "x86_64":
-    LEVELS = {"base": ()}
+LEVELS = host.ISA_FLAGS if platform.machine() == "x86_64" else {"base": ()}
 
 
 def library_sources() -> list[str]:
@@ -36,7 +30,8 @@ def compile_source(source: str, folder: Path, extra: tuple[str, ...] = ()) -> li
     objects = []
     for level, flags in LEVELS.items() if isa else (("", ()),):
         objects.append(folder / f"{stem}{level and '_' + level}.o")
-        words = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS, *flags, *extra, *(f"-I{i}" for i in INCLUDES)]
+        words = [*shlex.split(os.environ.get("CXX", "g++")), *host.FLAGS, "-Werror", *flags, "-include", host.PRELUDE, *extra]
+        words += [f"-I{folder}" for folder in host.include_dirs(ROOT)]
         words += [f"-DCULA_ISA={level}"] if isa else []
         subprocess.run([*words, "-c", source, "-o", objects[-1]], cwd=ROOT, check=True)
     return objects

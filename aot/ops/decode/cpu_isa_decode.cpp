@@ -18,9 +18,9 @@ namespace cula::cpu::CULA_ISA {
 namespace {
 
 constexpr int kMaxK = 256, kMaxV = 512;
-constexpr int kGateLogHead = 1, kGateLogChannel = 2, kGateRaw = 3, kGateConstHead = 4;  // cula_gate_kind
-constexpr int kBetaValue = 0, kBetaLogitTwice = 2;                                      // cula_beta_kind
-constexpr int kAbsent = 3;                                                              // dtype code
+constexpr int kGateNone = 0, kGateRaw = 3, kGateConstHead = 4;  // cula_gate_kind
+constexpr int kBetaValue = 0, kBetaLogitTwice = 2;              // cula_beta_kind
+constexpr int kAbsent = 3;                                      // dtype code
 
 // Measured on an EPYC 9005 core (48 KB L1, 1 MB L2), D = 128, float32 state from memory:
 // vk: sums over a tile of rows, then its update; 8 to 16 KB are equal. The prefetch runs this far ahead of the sums and takes the
@@ -72,7 +72,7 @@ void load_decay(const DecodeParams& p, int64_t row, int64_t head, float* a) {
   const int64_t at = row * p.gate_n + head * p.gate_h;
   const bool raw = p.gate_kind == kGateRaw;
   const VF rate = raw && p.a_log_dtype != kAbsent ? exp(splat(load_scalar(p.a_log, head, p.a_log_dtype))) : splat(1.0f);
-  if (p.channel_gate && p.gate_kind != 0) {
+  if (p.channel_gate && p.gate_kind != kGateNone) {
     load_channels(a, p.gate, at, p.gate_dtype, K);
     alignas(64) float bias[kMaxK] = {};
     if (raw && p.dt_bias_dtype != kAbsent) load_channels(bias, p.dt_bias, head * K, p.dt_bias_dtype, K);
@@ -83,7 +83,7 @@ void load_decay(const DecodeParams& p, int64_t row, int64_t head, float* a) {
     return;
   }
   VF decay = splat(1.0f);
-  if (p.gate_kind != 0) {
+  if (p.gate_kind != kGateNone) {
     decay = splat(load_scalar(p.gate, at, p.gate_dtype));
     if (raw) decay = raw_gate(decay, splat(load_scalar(p.dt_bias, head, p.dt_bias_dtype)), rate, p.lower_bound);
     if (p.gate_kind != kGateConstHead) decay = exp(decay);
