@@ -126,10 +126,11 @@ def axes_of(op: str) -> dict:
 
 def groups_of(op: str) -> list[tuple[str, ...]]:
     return [*pairs(axes_of(op)),
-            ("io", "state", "k", "layout"),        # the kernels
-            ("k", "v", "layout", "state"),         # tiles of the state
-            ("layout", "state", "pool", "index"),  # addresses of slots
-            ("io", "rows", "offset")]              # alignment of rows
+            ("io", "state", "k", "layout", "v"),              # the kernels, and the tiles of the state
+            ("layout", "state", "pool", "index"),             # addresses of slots
+            ("io", "rows", "offset"),                         # alignment of rows
+            ("layout", "gate", "gate_dtype", "param_dtype"),  # the decay
+            ("layout", "k", "heads", "beta", "l2norm")]       # scalars of a head
 
 
 def cases_of(op: str) -> list[Case]:
