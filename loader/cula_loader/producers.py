@@ -7,7 +7,6 @@ sys.modules already.
 from __future__ import annotations
 
 import sys
-from ctypes import c_void_p
 
 from . import abi
 from .dlpack import Exchange, Reading, Spec, from_array_interface, from_dlpack
@@ -30,7 +29,6 @@ class Producer:
         self.kind = kind
         self.exchange = Exchange.of(kind)
         self.fast = self.exchange is not None and self.exchange.can_read
-        self.api = c_void_p(self.exchange.address) if self.fast else None
 
     def device(self, x) -> tuple[int, int]:
         kind, index = x.__dlpack_device__()
@@ -123,7 +121,7 @@ class Jax(Producer):
     def __init__(self, kind: type):
         super().__init__(kind)
         if issubclass(kind, sys.modules["jax"].core.Tracer):
-            raise UnsupportedError("a JAX tracer has no memory: call cula outside jit, grad and vmap")
+            raise UnsupportedError("a JAX tracer has no memory: inside jit call the function of the same name in cula.jax")
         self.fast = False  # every operand is looked at: what is written must be donated
 
     def empty(self, like, shape, dtype=None):

@@ -49,7 +49,7 @@ def _capsule(function):
     return jax.ffi.pycapsule(cast(function, c_void_p).value)
 
 
-@functools.lru_cache(maxsize=256, typed=True)
+@functools.lru_cache(maxsize=256)
 def _args_bytes(name: str, *options) -> bytes:
     """The args struct of an op with these options and no operands."""
     op = BY_NAME[name]
