@@ -1,0 +1,152 @@
+// Which record a block makes next, and the loads of its inputs.
+#pragma once
+#include "prep_layout.cuh"
+
+namespace cula::kda {
+
+struct Args {
+  const void *q, *k, *gate, *a_log, *dt_bias, *beta, *cu;
+  uint8_t* records;
+  uint32_t* flags;
+  int64_t q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens;
+  int hv, group, head_group, sequences, chunks, segments, modes;
+  float scale, lower_bound;
+};
+
+// 4 channels of one token
+#if defined(CULA_GATE_F32)
+using GateQuad = float4;
+CULA_DEV void unpack_gate(float (&x)[4], const float4& g, bool) { x[0] = g.x; x[1] = g.y; x[2] = g.z; x[3] = g.w; }
+constexpr int kGateBytes = 4;
+#else
+using GateQuad = uint2;
+CULA_DEV void unpack_gate(float (&x)[4], const uint2& g, bool bf16) {
+  const float2 a = bf16 ? unpack_bf16(g.x) : unpack_fp16(g.x), b = bf16 ? unpack_bf16(g.y) : unpack_fp16(g.y);
+  x[0] = a.x; x[1] = a.y; x[2] = b.x; x[3] = b.y;
+}
+constexpr int kGateBytes = 2;
+#endif
+
+// A record to make: the addresses of its first token, how many of its 32 tokens exist. One warp works them out for the block,
+// two records ahead: the divisions and 64-bit products are too many instructions for every warp.
+struct alignas(16) Work {
+  const uint8_t *q, *k, *gate, *beta;
+  int valid, chunk, head, unused;
+};
+static_assert(sizeof(Work) == 48, "");
+
+// Virtual chunk index of the first chunk of sequence s. Intervals of different sequences are disjoint, because a sequence of
+// n tokens that starts at t has at most floor((t + n) / 32) - floor(t / 32) + 1 chunks. No prefix sum, no host read.
+CULA_DEV int64_t first_chunk(const Args& a, int64_t s) { return load_index(a.cu, s, mode(a.modes, 12, 2)) / kChunk + s; }
+
+// The first record at or after number `i` (stepping by the grid) that has a token; chunk = a.chunks if none is left. Returns
+// the number after it. The plan keeps chunks * hv below 2^31 (62 TB of records).
+// All lanes of a warp write the same values to w in shared memory.
+CULA_DEV uint32_t find_work(const Args& a, uint32_t i, uint32_t step, Work& w) {
+  // Segments of one sequence run side by side in the state kernel: chunk 0 of each, chunk 1 of each, ...
+  const int per_segment = (a.chunks + a.segments - 1) / a.segments, slots = per_segment * a.segments;
+  const uint32_t total = static_cast<uint32_t>(slots) * a.hv;
+  const int code = mode(a.modes, 12, 2);
+  for (; i < total; i += step) {
+    // Groups of heads outermost: the chains of a group run at the same time in the state kernel, and want their records so.
+    const uint32_t group_items = static_cast<uint32_t>(slots) * a.head_group;
+    const uint32_t group = i / group_items, rest = i - group * group_items;
+    const int head0 = group * a.head_group;
+    const uint32_t heads = a.hv - head0 < a.head_group ? a.hv - head0 : a.head_group;
+    const int slot = rest / heads, head = head0 + static_cast<int>(rest - slot * heads);
+    const int chunk = a.segments == 1 ? slot : slot % a.segments * per_segment + slot / a.segments;
+    if (chunk >= a.chunks) continue;
+    int64_t token, left, batch = 0;
+    if (code == 0) {
+      const int per = static_cast<int>((a.tokens + kChunk - 1) / kChunk);
+      batch = chunk / per;
+      token = static_cast<int64_t>(chunk - static_cast<int>(batch) * per) * kChunk;
+      left = a.tokens - token;
+    } else {
+      int lo = 0, hi = a.sequences;  // the last s with first_chunk(s) <= chunk; first_chunk grows strictly
+      while (hi - lo > 1) {
+        const int mid = (lo + hi) >> 1;
+        if (first_chunk(a, mid) <= chunk) lo = mid; else hi = mid;
+      }
+      const int64_t start = load_index(a.cu, lo, code), end = load_index(a.cu, lo + 1, code);
+      token = start + (chunk - (start / kChunk + lo)) * kChunk;
+      left = token >= start ? end - token : 0;
+    }
+    if (left > 0) {
+      const int h = head / a.group;
+      w.q = static_cast<const uint8_t*>(a.q) + (batch * a.q_b + token * a.q_t + h * a.q_h) * 2;
+      w.k = static_cast<const uint8_t*>(a.k) + (batch * a.k_b + token * a.k_t + h * a.k_h) * 2;
+      w.gate = static_cast<const uint8_t*>(a.gate) + (batch * a.gate_b + token * a.gate_t + head * a.gate_h) * kGateBytes;
+      w.beta = static_cast<const uint8_t*>(a.beta) + (batch * a.beta_b + token * a.beta_t + head * a.beta_h) * (mode(a.modes, 9, 2) == kF32 ? 4 : 2);
+      w.valid = left < kChunk ? static_cast<int>(left) : kChunk;
+      w.chunk = chunk;
+      w.head = head;
+      return i + step;
+    }
+  }
+  w.chunk = a.chunks;
+  w.valid = 0;
+  return i;
+}
+
+// What a thread reads of one record's gates.
+struct Gates {
+  GateQuad gate[kGroup];
+  float dt_bias[4];
+  uint32_t a_log, beta;  // bits
+};
+
+CULA_DEV void load_gates(const Args& a, const Work& w, int tid, Gates& p) {
+  const int quad = tid & 31, first = (tid >> 5) * kGroup;
+  const int64_t row = a.gate_t * kGateBytes;
+  const uint8_t* gate = w.gate + first * row + 4 * quad * kGateBytes;
+  const int valid = w.valid, head = w.head;
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) {
+    p.gate[t] = GateQuad{};
+    if (first + t < valid) p.gate[t] = *reinterpret_cast<const GateQuad*>(gate);
+    gate += row;
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) p.dt_bias[e] = 0.f;
+  p.a_log = p.beta = 0u;
+  if (mode(a.modes, 0, 1)) {
+    const int dd = mode(a.modes, 5, 2), ad = mode(a.modes, 3, 2);
+    const int64_t i = static_cast<int64_t>(head) * kDim + 4 * quad;
+    if (dd == kF32) {  // aligned to 16 bytes like every tensor
+      const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(a.dt_bias) + i);
+      p.dt_bias[0] = x.x; p.dt_bias[1] = x.y; p.dt_bias[2] = x.z; p.dt_bias[3] = x.w;
+    } else if (dd != kAbsent) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p.dt_bias[e] = scalar(load_bits(a.dt_bias, i + e, dd), dd);
+    }
+    if (ad != kAbsent) p.a_log = load_bits(a.a_log, head, ad);
+  }
+  if (tid < valid) p.beta = load_bits(w.beta, tid * a.beta_t, mode(a.modes, 9, 2));
+}
+
+CULA_DEV void prefetch_qk(const Args& a, const Work& w, int tid, uint8_t* smem) {
+  const int row = tid >> 4, unit = tid & 15, valid = w.valid;
+  const uint8_t *q = w.q + row * a.q_t * 2 + unit * 16, *k = w.k + row * a.k_t * 2 + unit * 16;
+  uint8_t* to = smem + kSmemRawK + tile_offset(kHalf32, row, unit);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {  // 16 tokens on: 2048 bytes
+    const bool inside = row + 16 * i < valid;
+    cp_async16(to + i * 2048, k, inside);
+    cp_async16(to + (kSmemRawQ - kSmemRawK) + i * 2048, q, inside);
+    q += a.q_t * 32;
+    k += a.k_t * 32;
+  }
+  cp_async_commit();
+}
+
+// A record's inputs to L2, one record ahead of the loads: those then wait for L2 and not for memory.
+CULA_DEV void prefetch_far(const Args& a, const Work& w, int tid) {
+  const int row = (tid & 63) >> 1, part = (tid & 1) * 128, what = tid >> 6;  // what: q, k, gate, its second half
+  if (row < w.valid) {
+    if (what < 2) prefetch_l2((what ? w.k + row * a.k_t * 2 : w.q + row * a.q_t * 2) + part);
+    else if (kGateBytes == 4 || what == 2) prefetch_l2(w.gate + row * a.gate_t * kGateBytes + (what - 2) * 256 + part);
+  }
+}
+
+}  // namespace cula::kda
