@@ -61,7 +61,7 @@ def test_case_52_replay_with_new_contents(op, layout, make_call):
     read, write = (torch.full((n,), -1, dtype=torch.int32, device="cuda") for _ in range(2))
     graph = capture(make_call(op, x, gate_kind=GATE[op], state=state, read_index=read, write_index=write, layout=layout))
     for replay, (reads, writes) in enumerate([([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]),
-                                              ([-1, 7, -1, 99, 2, 0, 8], [3, 8, -1, 99, -1, 1, 2]),
+                                              ([-1, 7, -1, 99, 4, 0, 8], [3, 5, -1, 99, -1, 1, 2]),
                                               ([-1] * 7, [-1] * 7)]):
         for name, t in rows(op, n, 2, hv, 128, 128, io=torch.bfloat16, device="cuda", seed=10 + replay).items():
             x[name].copy_(t)
