@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-D = 128
-LOWER_BOUND = -5.0
-BATCHES = (1, 8, 32, 128, 256)
-QUICK_BATCHES = (1, 128)
-HEADS = {"kda": ((64, 64),), "gdn": ((16, 64), (8, 32), (4, 16)), "gla": ((64, 64),), "lightning": ((64, 64),)}
+from cula.bench.problems import BATCHES, HEADS, LOWER_BOUND, QUICK_BATCHES, D
+
+__all__ = ["BATCHES", "CPU_SHARE_TARGET", "D", "HEADS", "Inputs", "LOWER_BOUND", "QUICK_BATCHES", "SHARE_TARGET", "US_TARGET_N1", "make"]
 
 # What the project has promised: share of the copy rate at N = 128 and 256 with 64 value heads, and microseconds at N = 1.
 SHARE_TARGET = {"fp32": 0.95, "bf16": 0.90}

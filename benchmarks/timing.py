@@ -7,14 +7,14 @@ rate that everything is compared with is measured in the same run.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 
 import torch
 
+from cula.bench.problems import rotations  # noqa: F401  as decode.py and gates.py use it
+
 FLUSH_BYTES = 256 << 20       # several times the 50 to 60 MB of L2
-ROTATE_BYTES = 600e6          # states of all rotated buffers together
 COPY_BYTES = 4 << 30
 SPIN_CYCLES = 200_000         # about 0.1 ms: covers the launch of a graph
 
@@ -26,11 +26,6 @@ def flush_l2() -> None:
     if _flush is None:
         _flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     _flush.zero_()
-
-
-def rotations(state_bytes: int) -> int:
-    """How many buffer sets a benchmark of this state size rotates over."""
-    return min(max(math.ceil(ROTATE_BYTES / state_bytes), 2), 48)
 
 
 def graph_us(calls, repeats: int = 9) -> dict:

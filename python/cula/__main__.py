@@ -1,10 +1,12 @@
-"""python -m cula info | doctor | selftest"""
+"""python -m cula info | doctor | selftest | bench"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from pathlib import Path
 
 from . import info
 
@@ -30,6 +32,23 @@ def print_info(facts: dict) -> None:
         print(f"cuda:{d['ordinal']}: {d['name']}, compute capability {d['compute_capability']}, {d['sm_count']} SMs: {verdict}")
 
 
+def run_bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        print("bench: needs numpy: pip install numpy", file=sys.stderr)
+        return 1
+    from .bench import HEADS, bench
+
+    ops = tuple(HEADS) if options.op == "all" else tuple(options.op.split(","))
+    for op in ops:
+        if op not in HEADS:
+            parser.error(f"--op {op}: allowed: all, {', '.join(HEADS)}")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
+        parser.error(f"--device {options.device}: allowed: auto, cpu, cuda, cuda:<ordinal>")
+    return bench(options.device, ops, options.quick, Path(options.out) if options.out else None)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cula", description="What this installation of cula has, and whether it works.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -39,6 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--device", default="all", help="all (the default: no GPU is all right), cuda (no GPU is wrong), or cpu (GPUs are left out)")
     command = commands.add_parser("selftest", help="decode on the CPU, and on each GPU that can run, against a float64 recurrence")
     command.add_argument("--device", default="all", help="all (the default), cpu, or cuda")
+    command = commands.add_parser("bench", help="time of a decode call of every family on a GPU or the CPU, beside the copy rate")
+    command.add_argument("--device", default="auto", help="auto (the default: the first GPU that can run, else the CPU), cpu, cuda, cuda:<ordinal>")
+    command.add_argument("--op", default="all", help="all, or a list: kda,gdn,gla,lightning")
+    command.add_argument("--quick", action="store_true", help="fewer batches, one set of heads an op")
+    command.add_argument("--out", help="folder for bench.json, and bench.png if matplotlib is installed; nothing is written without it")
     options = parser.parse_args(arguments)
     if options.command == "info":
         facts = info()
@@ -47,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print_info(facts)
         return 0
+    if options.command == "bench":
+        return run_bench(parser, options)
     if options.device not in ("all", "cpu", "cuda"):
         parser.error(f"--device {options.device}: allowed: all, cpu, cuda")
     if options.command == "doctor":

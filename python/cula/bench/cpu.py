@@ -1,0 +1,80 @@
+"""Timing on the cpu arch: numpy arrays, the wall clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+COPY_BYTES = 512 << 20
+REPEATS = 5
+
+
+class Cpu:
+    arch, stream = "cpu", None
+
+    def __init__(self):
+        self.cores = len(os.sched_getaffinity(0))
+        self.name = f"{_model()}, {self.cores} cores"
+        try:
+            import ml_dtypes
+        except ImportError:
+            self.io, self._bf16 = "fp16", None
+        else:
+            self.io, self._bf16 = "bf16", ml_dtypes.bfloat16
+
+    def can_hold(self, dtype: str) -> bool:
+        return dtype != "bf16" or self._bf16 is not None
+
+    def free_bytes(self) -> int:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def put(self, values: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        kind = {"fp32": np.float32, "fp16": np.float16, "bf16": self._bf16}[dtype]
+        return np.resize(values.astype(kind), math.prod(shape)).reshape(shape)
+
+    def get(self, x: np.ndarray) -> np.ndarray:
+        return x.astype("float32")
+
+    def median_us(self, calls: list) -> float:
+        calls[0]()
+        turn = itertools.cycle(calls)
+        return _median_seconds(lambda: next(turn)(), max(REPEATS, len(calls))) * 1e6
+
+    def copy_rate(self) -> float:
+        """Bytes read plus written a second of a copy by all cores, GB/s."""
+        size = min(COPY_BYTES, self.free_bytes() // 8)
+        source, target = np.ones(size, "uint8"), np.empty(size, "uint8")
+        parts = list(zip(np.array_split(target, self.cores), np.array_split(source, self.cores)))
+        with ThreadPoolExecutor(self.cores) as pool:  # numpy copies without the GIL
+            copy = lambda: list(pool.map(lambda part: np.copyto(*part), parts))  # noqa: E731
+            copy()
+            return 2 * size / _median_seconds(copy) / 1e9
+
+    def release(self) -> None:
+        pass
+
+
+def _median_seconds(work, repeats: int = REPEATS) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "CPU"
