@@ -36,7 +36,11 @@ def plot(result: dict, path: Path) -> str:
             points = sorted((row["n"], row["share"]) for row in rows if (row["op"], tuple(row["heads"]), row["state"]) == (op, heads, state))
             if points:
                 axis.plot(*zip(*points), marker="o", label=f"{state} state")
-        axis.set(title=f"{op} {heads[0]}/{heads[1]} heads", xscale="log", xlabel="N", ylim=(0, None))
+        batches = sorted({row["n"] for row in rows})
+        axis.set(title=f"{op} {heads[0]}/{heads[1]} heads", xlabel="N", ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(batches, batches)
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     for axis in list(axes.flat)[len(panels):]:
