@@ -1,33 +1,48 @@
-"""Lightning decode on JAX arrays, eagerly, on the CPU.
+"""Lightning decode in a jitted loop of steps, on the CPU or a GPU.
 
-JAX arrays are immutable by contract and a state pool is updated in place, so the pool must be given up: donate=True. The name that
-was passed then holds the new states; no other reference to it may be in use. On a GPU pass stream= as well: JAX has no current stream
-that a library could ask for.
+The pool of states goes in, the new one comes out, as everything in JAX. It is donated to the program, so that no step copies it.
 """
 
-import cula
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cula.jax
+
+
+@jax.jit
+def rows(key):
+    return jax.random.normal(key, (3, 2, 4, 128), jnp.bfloat16)  # q, k, v of N rows and H heads
+
+
+def decode(pool, keys, decay):
+    """A step for each key. Returns the pool and the outputs [steps,N,H,V]."""
+
+    def step(pool, key):
+        q, k, v = rows(key)
+        out, pool = cula.jax.lightning_decode(q, k, v, pool, decay=decay, scale=1.0)
+        return pool, out
+
+    return jax.lax.scan(step, pool, keys)
+
 
 def main():
-    jax.config.update("jax_platforms", "cpu")
     N, H, D, steps = 2, 4, 128, 4
     keys = jax.random.split(jax.random.PRNGKey(0), steps)
     decay = jnp.exp(-jnp.linspace(0.01, 0.5, H, dtype=jnp.float32))  # lambda, one a head
-    pool = jax.block_until_ready(jnp.zeros((N, H, D, D), jnp.float32))  # [slots,HV,V,K]; row n uses slot n
-    S = np.zeros((N, H, D, D))  # [.., K, V], float64
+    pool = jnp.zeros((N, H, D, D), jnp.float32)  # [slots,HV,V,K]; row n uses slot n
+    states, outs = jax.jit(decode, donate_argnums=0)(pool, keys, decay)
+    assert pool.is_deleted()  # its memory holds the states now
 
-    for key in keys:
-        q, k, v = (jax.random.normal(x, (N, H, D), jnp.bfloat16) for x in jax.random.split(key, 3))
-        out = cula.lightning.lightning_decode(q, k, v, pool, decay=decay, scale=1.0, donate=True)
-        q, k, v = (np.asarray(x.astype(jnp.float32), "d") for x in (q, k, v))
-        S = np.asarray(decay, "d")[:, None, None] * S + np.einsum("nhk,nhv->nhkv", k, v)
+    f64 = lambda x: np.asarray(x.astype(jnp.float32), "d")  # noqa: E731
+    S = np.zeros((N, H, D, D))  # [..,K,V], float64
+    for key, out in zip(keys, outs):
+        q, k, v = f64(rows(key))
+        S = f64(decay)[:, None, None] * S + np.einsum("nhk,nhv->nhkv", k, v)
         want = np.einsum("nhkv,nhk->nhv", S, q)
-        error = np.linalg.norm(np.asarray(out.astype(jnp.float32), "d") - want) / np.linalg.norm(want)
+        error = np.linalg.norm(f64(out) - want) / np.linalg.norm(want)
         assert error < 2.5e-3, error  # one rounding to bf16
-    state_error = np.linalg.norm(np.asarray(pool, "d").swapaxes(2, 3) - S) / np.linalg.norm(S)
+    state_error = np.linalg.norm(f64(states).swapaxes(2, 3) - S) / np.linalg.norm(S)
     assert state_error < 1e-6, state_error
     print(f"out {error:.1e}, state {state_error:.1e}")
     print("OK")
