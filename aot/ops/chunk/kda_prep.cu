@@ -10,7 +10,8 @@
 // start of the sub-chunk: 2^{G_i - G_s} and 2^{G_s - G_j}. The second factor is at least 1 and overflows when a channel decays
 // by more than 2^-126 inside 16 tokens (a softplus gate can); such records take the exact path below.
 //
-// Loops over tokens are rolled where registers allow it: unrolled, the kernel waited for instructions a third of its time.
+// A warp has whole tokens, so norms and prefix sums stay in registers: shared memory is what the kernel is short of, and holds
+// only the record, the score operands and small matrices.
 #include "prep_gate.cuh"
 #include "prep_inverse.cuh"
 #include "prep_scores.cuh"
@@ -18,12 +19,11 @@
 
 namespace cula::kda {
 
-// Kd, Qd, Kr into the record and the score operands over the raw tiles, which each thread reads where it writes.
+// Kd, Qd, Kr into the record, and the score operands. g_own: prefix sums over the group.
 template <int kSubChunk, bool kExact>
-CULA_DEV void factors(const Lane& l, uint8_t* smem) {
+CULA_DEV void factors(const float (&g_own)[kGroup][4], const Tokens& in, float norms, const Lane& l, uint8_t* smem) {
   const float* tot = reinterpret_cast<const float*>(smem + kSmemTot) + 4 * l.quad;
-  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.group * kGroup;
-  // log2 decay of the sub-chunk before this group (exact_scores has added it), of all the sub-chunk; factors: decay of
+  // log2 decay of the sub-chunk before this group, of all the sub-chunk; factors: decay of
   // sub-chunk 0, from where inv (exact: kr) stands to the end of the chunk
   float before[4] = {}, sums[2][4] = {}, e0[4], to_end[4];
 #pragma unroll
@@ -34,7 +34,7 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
     float(&s)[4] = sums[i / (kGroups / 2)];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (!kExact && i == l.group) before[e] = s[e];
+      if (i == l.group) before[e] = s[e];
       s[e] += v[e];
     }
   }
@@ -53,17 +53,14 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
     *reinterpret_cast<float2*>(decay + 4) = make_float2(ex2(end[2]), ex2(end[3]));
   }
   const int kr_base = l.base - (l.quad >> 4) * (kHalf32 - 1024) + (l.group >> 1) * 1024;
-#pragma unroll 1
+#pragma unroll
   for (int t = 0; t < kGroup; ++t) {
     const int o = at(l.base, t), o_kr = at(kr_base, t);
-    const float2 n = norm[t];
     float k[4], q[4], g[4], kd[4], qd[4], inv[4], kr[4];
-    load_io(k, smem + kSmemRawK + o, n.x);
-    load_io(q, smem + kSmemRawQ + o, n.y);
-    load_prefix(g, smem, o);
+    normalised(k, q, in, t, norms);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      g[e] += before[e];
+      g[e] = g_own[t][e] + before[e];
       const float f = ex2(g[e]);
       kd[e] = k[e] * f;
       qd[e] = q[e] * f;
@@ -71,12 +68,12 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
       else inv[e] = k[e] * ex2(-g[e]);
     }
     if (kSubChunk == 0) {
-      if (kExact) store_bf16(smem + kSmemRawQ + o, kr); else store_bf16(smem + kSmemRawK + o, inv);
+      if (kExact) store_bf16(smem + kSmemB + o, kr); else store_bf16(smem + kSmemA + o, inv);
 #pragma unroll
       for (int e = 0; e < 4; ++e) { kr[e] = (kExact ? kr[e] : inv[e]) * to_end[e]; kd[e] = -kd[e]; }
     } else {
-      store_bf16(smem + kSmemRawK + o, kd);
-      store_bf16(smem + kSmemRawQ + o, qd);
+      store_bf16(smem + kSmemA + o, kd);
+      store_bf16(smem + kSmemB + o, qd);
       if (!kExact) {
         store_bf16(smem + kSmemInv1 + o - kSub * 128 - (l.quad >> 4) * kHalf16, inv);
 #pragma unroll
@@ -88,6 +85,47 @@ CULA_DEV void factors(const Lane& l, uint8_t* smem) {
     store_bf16(smem + kRecKd + o, kd);
     store_bf16(smem + kRecQd + o, qd);
     store_bf16(smem + kRecKr + o_kr, kr);
+  }
+}
+
+// The exact path goes through shared memory on both sides, so that its registers are its own: a thread leaves its values where
+// its operands will be, and finds its scores of the diagonal blocks where the group totals were.
+CULA_DEV void leave_for_exact(const float (&g)[kGroup][4], const Tokens& in, float norms, const Lane& l, uint8_t* smem) {
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) {
+    const int o = at(l.base, t);
+    word_pair_at(smem + kSmemA + o) = in.k[t];
+    word_pair_at(smem + kSmemB + o) = in.q[t];
+    word_pair_at(smem + kRecKd + o) = make_uint2(__float_as_uint(g[t][0]), __float_as_uint(g[t][1]));
+    word_pair_at(smem + kRecQd + o) = make_uint2(__float_as_uint(g[t][2]), __float_as_uint(g[t][3]));
+  }
+  reinterpret_cast<float*>(smem + kSmemL0)[threadIdx.x] = norms;
+}
+CULA_DEV_COLD void exact_record(uint8_t* smem) {
+  const int tid = threadIdx.x, warp = __shfl_sync(~0u, tid >> 5, 0), lane = tid & 31;
+  const Lane l = make_lane(tid);
+  float g[kGroup][4];
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) {
+    const int o = at(l.base, t);
+    const uint2 a = word_pair_at(smem + kRecKd + o), b = word_pair_at(smem + kRecQd + o);
+    g[t][0] = __uint_as_float(a.x); g[t][1] = __uint_as_float(a.y); g[t][2] = __uint_as_float(b.x); g[t][3] = __uint_as_float(b.y);
+  }
+  const float norms = reinterpret_cast<const float*>(smem + kSmemL0)[tid];
+  float acc[2][4] = {};
+  exact_scores(acc, g, norms, l, smem, warp, lane);
+  Tokens in;
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) {
+    in.k[t] = word_pair_at(smem + kSmemA + at(l.base, t));
+    in.q[t] = word_pair_at(smem + kSmemB + at(l.base, t));
+  }
+  if (warp < 4) factors<0, true>(g, in, norms, l, smem); else factors<1, true>(g, in, norms, l, smem);
+  __syncthreads();  // every thread has read the totals
+  if (warp < 4) {
+    float* to = reinterpret_cast<float*>(smem + kSmemTot) + tid * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = acc[i >> 2][i & 3];
   }
 }
 
@@ -124,7 +162,6 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     index = find_work(a, index, gridDim.x, work[1]);
   }
   __syncthreads();
-  if (work[0].chunk < a.chunks) prefetch_qk(a, work[0], tid, smem);
   int turn = 0;
   // Flag of the record whose bulk store is in flight: only thread 0's, but a register in all threads, so it lives here.
   int& pending = *reinterpret_cast<int*>(smem + kSmemWork + 2 * sizeof(Work));
@@ -135,45 +172,43 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     const Lane l = make_lane(tid);
     const Work& next = work[turn ^ 1];
     const int valid_tokens = work[turn].valid;
-    Gates p;
-    load_gates(a, work[turn], tid, p);  // from L2, while q and k arrive
-    cp_async_wait_all();
-    if (tid == 0) bulk_wait_read();  // the record image is free again
-    __syncthreads();
-    prefetch_far(a, next, tid);
 
-    if (warp < 4) token_norms(smem, warp, lane, mode(a.modes, 11, 1), a.scale);
-    float sum[4];
+    Gates gates;
+    Tokens in;
+    load_gates(a, work[turn], tid, gates);
+    load_rows(a, work[turn], tid, in);  // in flight during the gates' activation
+    float g[kGroup][4];
     {
       const bool bf16 = mode(a.modes, 1, 2) == kBf16;
       const int valid = valid_tokens - l.group * kGroup;
-      const float a_log = scalar(p.a_log, mode(a.modes, 3, 2));  // absent: bits 0, 0 in every dtype
-      if (!mode(a.modes, 0, 1)) prefix<kLog>(sum, p, 0.f, l, smem, valid, bf16, 0.f);
-      else if (a.lower_bound == 0.f) prefix<kSoftplus>(sum, p, a_log, l, smem, valid, bf16, 0.f);
-      else prefix<kSafe>(sum, p, a_log, l, smem, valid, bf16, a.lower_bound);
+      const float a_log = scalar(gates.a_log, mode(a.modes, 3, 2));  // absent: bits 0, 0 in every dtype
+      if (!mode(a.modes, 0, 1)) prefix<kLog>(g, gates, 0.f, valid, bf16, 0.f);
+      else if (a.lower_bound == 0.f) prefix<kSoftplus>(g, gates, a_log, valid, bf16, 0.f);
+      else prefix<kSafe>(g, gates, a_log, valid, bf16, a.lower_bound);
       float4 total;
-      total.x = sum[0]; total.y = sum[1]; total.z = sum[2]; total.w = sum[3];
+      total.x = g[3][0]; total.y = g[3][1]; total.z = g[3][2]; total.w = g[3][3];
       *reinterpret_cast<float4*>(smem + kSmemTot + (l.group * kDim + 4 * l.quad) * 4) = total;
     }
     if (tid < kChunk) {
       const int kind = mode(a.modes, 7, 2);
-      const float x = scalar(p.beta, mode(a.modes, 9, 2));
+      const float x = scalar(gates.beta, mode(a.modes, 9, 2));
       const float b = kind == 0 ? x : rcp(1.f + ex2(-kLog2e * x)) * (kind == 2 ? 2.f : 1.f);
       beta[tid] = tid < valid_tokens ? b : 0.f;
     }
-    const float least = fminf(fminf(sum[0], sum[1]), fminf(sum[2], sum[3]));
+    const float norms = norm_factors(in, lane, mode(a.modes, 11, 1), a.scale);
+    if (tid == 0) bulk_wait_read();  // the record image is free again
+    const float least = fminf(fminf(g[3][0], g[3][1]), fminf(g[3][2], g[3][3]));
     const bool exact = __syncthreads_or(least < -kAnchoredRange);
 
-    float acc[2][4] = {};
+    prefetch_far(a, next, tid);
     if (!exact) {
-      if (warp < 4) factors<0, false>(l, smem); else factors<1, false>(l, smem);
+      if (warp < 4) factors<0, false>(g, in, norms, l, smem); else factors<1, false>(g, in, norms, l, smem);
     } else {
-      exact_scores(acc, l, smem, warp, lane);
-      if (warp < 4) factors<0, true>(l, smem); else factors<1, true>(l, smem);
+      leave_for_exact(g, in, norms, l, smem);
+      exact_record(smem);
     }
     const int64_t record = static_cast<int64_t>(work[turn].chunk) * a.hv + work[turn].head;
     const int flag = work[turn].head * a.chunks + work[turn].chunk;
-    const bool more = next.chunk < a.chunks;
     if (tid == 0 && pending >= 0) {  // the previous record is in memory by now: it may be read
       bulk_wait_all();
       store_release(a.flags + pending, 1u);
@@ -183,9 +218,15 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     // Warps 0 to 3 have the diagonal blocks {A of sub 0, A of sub 1, P of sub 0, P of sub 1}, and 0 and 1 invert theirs;
     // warps 4 and 5 have the blocks of A and P below the diagonal.
     const int sub = warp & 1;
+    float acc[2][4] = {};
     if (warp < 4) {
-      const Rows hi = sub ? rows(smem + (warp < 2 ? kSmemRawK : kSmemRawQ), kHalf32, kSub, lane) : rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, 0, lane);
-      if (!exact) score(acc, hi, sub ? rows(smem + kSmemInv1, kHalf16, 0, lane) : rows(smem + kSmemRawK, kHalf32, 0, lane));
+      if (exact) {
+        const float* from = reinterpret_cast<const float*>(smem + kSmemTot) + tid * 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i >> 2][i & 3] = from[i];
+      }
+      const Rows hi = sub ? rows(smem + (warp < 2 ? kSmemA : kSmemB), kHalf32, kSub, lane) : rows(smem + (warp < 2 ? kRecKd : kRecQd), kHalf32, 0, lane);
+      if (!exact) score(acc, hi, sub ? rows(smem + kSmemInv1, kHalf16, 0, lane) : rows(smem + kSmemA, kHalf32, 0, lane));
       if (warp < 2) {
         float* const L = sub ? L1 : L0;
         store_l(L, acc, exact || sub ? 1.f : -1.f, true, beta + sub * kSub, lane);  // the record holds -Kd
@@ -197,15 +238,14 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     } else if (warp < 6) {
       // Anchored: (-Kd_i, Qd_i) and k_j 2^-G_j. Where Kd_i is too small for a float, the pair's factor is below 2^-126 2^115
       // and the term lost is below 2^-11 k_ic k_jc; subnormals push that to 2^-18.
-      const uint8_t* const hi = smem + (exact ? (sub ? kSmemRawQ : kSmemRawK) : (sub ? kRecQd : kRecKd));
-      score(acc, rows(hi, kHalf32, kSub, lane), rows(smem + (exact ? kSmemRawQ : kSmemRawK), kHalf32, 0, lane));
+      const uint8_t* const hi = smem + (exact ? (sub ? kSmemB : kSmemA) : (sub ? kRecQd : kRecKd));
+      score(acc, rows(hi, kHalf32, kSub, lane), rows(smem + (exact ? kSmemB : kSmemA), kHalf32, 0, lane));
       if (sub) store_p(smem, acc, kSub, 0, false, lane);
       else store_l(L10, acc, exact ? 1.f : -1.f, false, beta + kSub, lane);
     }
     fence_async_smem();
     __syncthreads();
 
-    if (more) prefetch_qk(a, next, tid, smem);  // the score operands are dead
     if (warp == 7) {  // into the place of this record, which nobody reads any more: barrier
       index = find_work(a, index, gridDim.x, work[turn]);
     }

@@ -9,6 +9,7 @@
 namespace cula::dev {
 
 #define CULA_DEV __device__ __forceinline__
+#define CULA_DEV_COLD static __device__ __noinline__  // rarely called: must not take registers from its caller
 
 CULA_DEV uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 

@@ -22,22 +22,53 @@ CULA_DEV float decay_log2(float x, float scale, float shift, float outer) {
 
 // Inclusive prefix sums of log2 decay over a group; tokens that do not exist do not decay.
 template <int kForm>
-CULA_DEV void prefix(float (&sum)[4], const Gates& p, float a_log, const Lane& l, uint8_t* smem, int valid, bool bf16, float lower_bound) {
+CULA_DEV void prefix(float (&g)[kGroup][4], const Gates& in, float a_log, int valid, bool bf16, float lower_bound) {
   const float a = expf(a_log);
   const float outer = kForm == kSafe ? lower_bound * kLog2e : -a * kLog2e, scale = -a * kLog2e;
-  float shift[4];
+  float sum[4], shift[4];
 #pragma unroll
-  for (int e = 0; e < 4; ++e) { sum[e] = 0.f; shift[e] = kForm == kSafe ? scale * p.dt_bias[e] : p.dt_bias[e]; }
+  for (int e = 0; e < 4; ++e) { sum[e] = 0.f; shift[e] = kForm == kSafe ? scale * in.dt_bias[e] : in.dt_bias[e]; }
 #pragma unroll
   for (int t = 0; t < kGroup; ++t) {
     float x[4];
-    unpack_gate(x, p.gate[t], bf16);
-    if (t < valid) {
+    unpack_gate(x, in.gate[t], bf16);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[e] += decay_log2<kForm>(x[e], scale, shift[e], outer);
+    for (int e = 0; e < 4; ++e) {
+      if (t < valid) sum[e] += decay_log2<kForm>(x[e], scale, shift[e], outer);
+      g[t][e] = sum[e];
     }
-    store_prefix(smem, at(l.base, t), sum);
   }
+}
+
+// The factors of k and q of a warp's 4 tokens: lane 4 m has token m's for k, lane 16 + 4 m that for q (and the 3 lanes after it).
+CULA_DEV float norm_factors(const Tokens& in, int lane, bool l2norm, float scale) {
+  const float outer = lane & 16 ? scale : 1.f;
+  if (!l2norm) return outer;
+  float s[2 * kGroup];
+#pragma unroll
+  for (int t = 0; t < kGroup; ++t) {
+    float k[4], q[4];
+    unpack_quad(k, in.k[t], 1.f);
+    unpack_quad(q, in.q[t], 1.f);
+    s[t] = (k[0] * k[0] + k[1] * k[1]) + (k[2] * k[2] + k[3] * k[3]);
+    s[kGroup + t] = (q[0] * q[0] + q[1] * q[1]) + (q[2] * q[2] + q[3] * q[3]);
+  }
+  // Each exchange halves the set of sums a lane still carries: 9 shuffles for 8 sums over 32 lanes
+#pragma unroll
+  for (int half = kGroup, bit = 16; half; half >>= 1, bit >>= 1)
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const bool upper = lane & bit;
+      s[i] = (upper ? s[i + half] : s[i]) + __shfl_xor_sync(~0u, upper ? s[i] : s[i + half], bit);
+    }
+  s[0] += __shfl_xor_sync(~0u, s[0], 2);
+  s[0] += __shfl_xor_sync(~0u, s[0], 1);
+  return rsqrtf(s[0] + 1e-6f) * outer;
+}
+// Normalised values of token t.
+CULA_DEV void normalised(float (&k)[4], float (&q)[4], const Tokens& in, int t, float factors) {
+  unpack_quad(k, in.k[t], __shfl_sync(~0u, factors, 4 * t));
+  unpack_quad(q, in.q[t], __shfl_sync(~0u, factors, 16 + 4 * t));
 }
 
 }  // namespace cula::kda

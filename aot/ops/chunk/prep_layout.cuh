@@ -24,12 +24,13 @@ constexpr float kLn2 = 0.6931471805599453f;
 // Shared memory. A tile of tokens by 128 channels in bf16 is two halves of 64 channels; a token is a 128-byte row of 16-byte
 // units, permuted by the token number: conflict-free for ldmatrix and for the elementwise threads, and what wgmma reads.
 constexpr int kHalf32 = kChunk * 128, kHalf16 = kSub * 128;  // bytes between the halves of a tile of 32 or 16 tokens
-constexpr int kSmemRawK = kRecordBytes;              // raw k; later the score operands {k_j 2^-G_j, sub 0; k_i 2^(G_i - G_s), sub 1}
-constexpr int kSmemRawQ = kSmemRawK + 2 * kHalf32;   // raw q; later {exact: k_j to the sub-chunk's end, sub 0; as k's with q, sub 1}
-constexpr int kSmemInv1 = kSmemRawQ + 2 * kHalf32;   // k_j 2^(G_s - G_j), sub 1
+// Score operands. A: rows 0 to 15 k_j 2^-G_j, rows 16 to 31 k_i 2^(G_i - G_s). B: rows 16 to 31 the same with q; rows 0 to 15
+// k_j to the end of sub-chunk 0, for records on the exact path only.
+constexpr int kSmemA = kRecordBytes;
+constexpr int kSmemB = kSmemA + 2 * kHalf32;
+constexpr int kSmemInv1 = kSmemB + 2 * kHalf32;      // k_j 2^(G_s - G_j), sub 1
 constexpr int kSmemTot = kSmemInv1 + 2 * kHalf16;    // float [8][128]: log2 decay of each group
-constexpr int kSmemNorm = kSmemTot + kGroups * kDim * 4;  // float2 [32]: factors of k and q
-constexpr int kSmemBeta = kSmemNorm + kChunk * 8;    // float [32]
+constexpr int kSmemBeta = kSmemTot + kGroups * kDim * 4;  // float [32]
 constexpr int kPitch = 20;                           // floats; 16x16 matrices, rows 16-byte aligned
 constexpr int kMat = kSub * kPitch * 4;
 constexpr int kSmemL0 = kSmemBeta + kChunk * 4;      // strict lower diagonal blocks of diag(beta) A
@@ -40,7 +41,7 @@ constexpr int kSmemX1 = kSmemX0 + kMat;
 constexpr int kSmemY = kSmemL0;                      // L10 X0, when L0 is inverted
 constexpr int kSmemWork = kSmemX1 + kMat;            // Work [2], and the number of a flag
 constexpr int kSmemBytes = kSmemWork + 128;          // dynamic shared memory of a launch
-static_assert(kSmemBytes == 60672, "the plan's figure");
+static_assert(kSmemBytes == 60416, "the plan's figure");
 
 enum DtypeCode { kF32 = 0, kBf16 = 1, kFp16 = 2, kAbsent = 3 };
 CULA_DEV int mode(int modes, int shift, int bits) { return (modes >> shift) & ((1 << bits) - 1); }
@@ -74,31 +75,17 @@ CULA_DEV Lane make_lane(int tid) {
 }
 CULA_DEV int at(int base, int t) { return (base ^ (t << 4)) + t * 128; }  // t in 0..3
 
-CULA_DEV float2& pair_at(uint8_t* p) { return *reinterpret_cast<float2*>(p); }
 CULA_DEV uint2& word_pair_at(uint8_t* p) { return *reinterpret_cast<uint2*>(p); }
-
-// The prefix sums of a group wait where Kd and Qd of the same elements will be: same size, same thread.
-CULA_DEV void store_prefix(uint8_t* smem, int o, const float (&g)[4]) {
-  pair_at(smem + kRecKd + o) = make_float2(g[0], g[1]);
-  pair_at(smem + kRecQd + o) = make_float2(g[2], g[3]);
-}
-CULA_DEV void load_prefix(float (&g)[4], uint8_t* smem, int o) {
-  const float2 a = pair_at(smem + kRecKd + o), b = pair_at(smem + kRecQd + o);
-  g[0] = a.x; g[1] = a.y; g[2] = b.x; g[3] = b.y;
-}
 
 #if defined(CULA_IO_FP16)
 CULA_DEV float2 unpack_io(uint32_t x) { return unpack_fp16(x); }
-CULA_DEV void mma_io(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_fp16(c, a, b0, b1); }
 #else
 CULA_DEV float2 unpack_io(uint32_t x) { return unpack_bf16(x); }
-CULA_DEV void mma_io(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(c, a, b0, b1); }
 #endif
 
-CULA_DEV void load_io(float (&x)[4], uint8_t* p, float norm) {
-  const uint2 w = word_pair_at(p);
+CULA_DEV void unpack_quad(float (&x)[4], const uint2& w, float factor) {
   const float2 a = unpack_io(w.x), b = unpack_io(w.y);
-  x[0] = a.x * norm; x[1] = a.y * norm; x[2] = b.x * norm; x[3] = b.y * norm;
+  x[0] = a.x * factor; x[1] = a.y * factor; x[2] = b.x * factor; x[3] = b.y * factor;
 }
 CULA_DEV void store_bf16(uint8_t* p, const float (&x)[4]) { word_pair_at(p) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])); }
 

@@ -1,6 +1,6 @@
-// Score products on tensor cores: norms, A, P, and the exact form for gates that the anchored products cannot hold.
+// Score products on tensor cores: A, P, and the exact form for gates that the anchored products cannot hold.
 #pragma once
-#include "prep_layout.cuh"
+#include "prep_gate.cuh"
 
 namespace cula::kda {
 
@@ -33,46 +33,19 @@ CULA_DEV void score(float (&acc)[2][4], const Rows& a, const Rows& b) {
 CULA_DEV int acc_row(int lane, int e) { return (lane >> 2) + (e >> 1) * 8; }
 CULA_DEV int acc_col(int lane, int n, int e) { return n * 8 + (lane & 3) * 2 + (e & 1); }
 
-// Square norms of 16 tokens of q or k: the diagonal of X X^T, whose two operands are the same fragments.
-CULA_DEV void token_norms(uint8_t* smem, int warp, int lane, bool l2norm, float scale) {
-  const bool is_q = warp & 1;
-  const int first = (warp >> 1) * kSub;
-  float s[2][4] = {};
-  if (l2norm) {
-    const Rows r = rows(smem + (is_q ? kSmemRawQ : kSmemRawK), kHalf32, first, lane);
-#pragma unroll
-    for (int ks = 0; ks < kDim / 16; ++ks) {
-      uint32_t f[4];
-      ldmatrix_x4(f, step(r, ks));
-      mma_io(s[0], f, f[0], f[2]);
-      mma_io(s[1], f, f[1], f[3]);
-    }
-  }
-  const int g = lane >> 2;
-  if ((g >> 1) == (lane & 3)) {
-    float* norm = reinterpret_cast<float*>(smem + kSmemNorm) + is_q;
-    const float a = (g & 1) ? s[0][1] : s[0][0], b = (g & 1) ? s[1][3] : s[1][2];
-    norm[2 * (first + g)] = (l2norm ? rsqrtf(a + 1e-6f) : 1.f) * (is_q ? scale : 1.f);
-    norm[2 * (first + g + 8)] = (l2norm ? rsqrtf(b + 1e-6f) : 1.f) * (is_q ? scale : 1.f);
-  }
-}
-
 // Scores of the diagonal blocks when an anchored factor would overflow: rare, and 5 times the elementwise work.
 // At level 0 to 3, pairs (i, j) whose numbers first differ in bit 3 - level meet at the boundary m of their block,
 // i >= m > j, and both exponents G_i - G_{m-1} and G_{m-1} - G_j are <= 0. Level 4 is the diagonal, factor 1.
 // Warp w < 4 ends with {A of sub 0, A of sub 1, P of sub 0, P of sub 1}[w].
-CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int warp, int lane) {
-  const float2* norm = reinterpret_cast<const float2*>(smem + kSmemNorm) + l.group * kGroup;
+CULA_DEV void exact_scores(float (&acc)[2][4], const float (&g_own)[kGroup][4], float norms, const Lane& l, uint8_t* smem, int warp, int lane) {
   const float* tot = reinterpret_cast<const float*>(smem + kSmemTot) + 4 * l.quad + (l.group & 4) * kDim;
   const int in_sub = l.group & 3;  // group of the sub-chunk
   float g[kGroup][4];              // over the sub-chunk
 #pragma unroll
-  for (int t = 0; t < kGroup; ++t) load_prefix(g[t], smem, at(l.base, t));
-#pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float before = (in_sub > 0 ? tot[e] : 0.f) + (in_sub > 1 ? tot[kDim + e] : 0.f) + (in_sub > 2 ? tot[2 * kDim + e] : 0.f);
 #pragma unroll
-    for (int t = 0; t < kGroup; ++t) g[t][e] += before;
+    for (int t = 0; t < kGroup; ++t) g[t][e] = g_own[t][e] + before;
   }
   const int first = (warp & 1) * kSub;
 #pragma unroll 1
@@ -81,10 +54,9 @@ CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int
     for (int t = 0; t < kGroup; ++t) {
       const bool upper = (((in_sub * kGroup + t) << level) & 8) && level < 4;
       float k[4], q[4], kr[4], qr[4], kc[4];
-      const float2 n = norm[t];
       const int o = at(l.base, t);
-      load_io(k, smem + kSmemRawK + o, n.x);
-      load_io(q, smem + kSmemRawQ + o, n.y);
+      unpack_quad(k, word_pair_at(smem + kSmemA + o), __shfl_sync(~0u, norms, 4 * t));
+      unpack_quad(q, word_pair_at(smem + kSmemB + o), __shfl_sync(~0u, norms, 16 + 4 * t));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float anchor;
@@ -115,9 +87,6 @@ CULA_DEV void exact_scores(float (&acc)[2][4], const Lane& l, uint8_t* smem, int
     }
     __syncthreads();
   }
-#pragma unroll
-  for (int t = 0; t < kGroup; ++t) store_prefix(smem, at(l.base, t), g[t]);
-  no_hoisting();
 }
 
 CULA_DEV void store_p(uint8_t* smem, const float (&acc)[2][4], int at_i, int at_j, bool diagonal, int lane) {

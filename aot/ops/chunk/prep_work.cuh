@@ -89,58 +89,59 @@ CULA_DEV uint32_t find_work(const Args& a, uint32_t i, uint32_t step, Work& w) {
   return i;
 }
 
-// What a thread reads of one record's gates.
+// What a thread reads of one record: 4 channels of its warp's 4 tokens, zero where there is no token.
 struct Gates {
   GateQuad gate[kGroup];
   float dt_bias[4];
   uint32_t a_log, beta;  // bits
 };
+struct Tokens {
+  uint2 k[kGroup], q[kGroup];
+};
 
-CULA_DEV void load_gates(const Args& a, const Work& w, int tid, Gates& p) {
-  const int quad = tid & 31, first = (tid >> 5) * kGroup;
-  const int64_t row = a.gate_t * kGateBytes;
-  const uint8_t* gate = w.gate + first * row + 4 * quad * kGateBytes;
-  const int valid = w.valid, head = w.head;
+CULA_DEV void load_gates(const Args& a, const Work& w, int tid, Gates& in) {
+  const int quad = tid & 31, first = (tid >> 5) * kGroup, valid = w.valid - first, head = w.head;
+  const uint8_t* gate = w.gate + (first * a.gate_t + 4 * quad) * kGateBytes;
 #pragma unroll
   for (int t = 0; t < kGroup; ++t) {
-    p.gate[t] = GateQuad{};
-    if (first + t < valid) p.gate[t] = *reinterpret_cast<const GateQuad*>(gate);
-    gate += row;
+    in.gate[t] = GateQuad{};
+    if (t < valid) in.gate[t] = *reinterpret_cast<const GateQuad*>(gate);
+    gate += a.gate_t * kGateBytes;
   }
 #pragma unroll
-  for (int e = 0; e < 4; ++e) p.dt_bias[e] = 0.f;
-  p.a_log = p.beta = 0u;
+  for (int e = 0; e < 4; ++e) in.dt_bias[e] = 0.f;
+  in.a_log = in.beta = 0u;
   if (mode(a.modes, 0, 1)) {
     const int dd = mode(a.modes, 5, 2), ad = mode(a.modes, 3, 2);
     const int64_t i = static_cast<int64_t>(head) * kDim + 4 * quad;
     if (dd == kF32) {  // aligned to 16 bytes like every tensor
       const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(a.dt_bias) + i);
-      p.dt_bias[0] = x.x; p.dt_bias[1] = x.y; p.dt_bias[2] = x.z; p.dt_bias[3] = x.w;
+      in.dt_bias[0] = x.x; in.dt_bias[1] = x.y; in.dt_bias[2] = x.z; in.dt_bias[3] = x.w;
     } else if (dd != kAbsent) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) p.dt_bias[e] = scalar(load_bits(a.dt_bias, i + e, dd), dd);
+      for (int e = 0; e < 4; ++e) in.dt_bias[e] = scalar(load_bits(a.dt_bias, i + e, dd), dd);
     }
-    if (ad != kAbsent) p.a_log = load_bits(a.a_log, head, ad);
+    if (ad != kAbsent) in.a_log = load_bits(a.a_log, head, ad);
   }
-  if (tid < valid) p.beta = load_bits(w.beta, tid * a.beta_t, mode(a.modes, 9, 2));
+  if (tid < w.valid) in.beta = load_bits(w.beta, tid * a.beta_t, mode(a.modes, 9, 2));
 }
 
-CULA_DEV void prefetch_qk(const Args& a, const Work& w, int tid, uint8_t* smem) {
-  const int row = tid >> 4, unit = tid & 15, valid = w.valid;
-  const uint8_t *q = w.q + row * a.q_t * 2 + unit * 16, *k = w.k + row * a.k_t * 2 + unit * 16;
-  uint8_t* to = smem + kSmemRawK + tile_offset(kHalf32, row, unit);
+CULA_DEV void load_rows(const Args& a, const Work& w, int tid, Tokens& in) {
+  const int quad = tid & 31, first = (tid >> 5) * kGroup, valid = w.valid - first;
+  const uint8_t *k = w.k + first * a.k_t * 2 + 8 * quad, *q = w.q + first * a.q_t * 2 + 8 * quad;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {  // 16 tokens on: 2048 bytes
-    const bool inside = row + 16 * i < valid;
-    cp_async16(to + i * 2048, k, inside);
-    cp_async16(to + (kSmemRawQ - kSmemRawK) + i * 2048, q, inside);
-    q += a.q_t * 32;
-    k += a.k_t * 32;
+  for (int t = 0; t < kGroup; ++t) {
+    in.k[t] = in.q[t] = make_uint2(0u, 0u);
+    if (t < valid) {
+      in.k[t] = *reinterpret_cast<const uint2*>(k);
+      in.q[t] = *reinterpret_cast<const uint2*>(q);
+    }
+    k += a.k_t * 2;
+    q += a.q_t * 2;
   }
-  cp_async_commit();
 }
 
-// A record's inputs to L2, one record ahead of the loads: those then wait for L2 and not for memory.
+// A record's inputs to L2, one record ahead: a block then waits for L2 and not for memory.
 CULA_DEV void prefetch_far(const Args& a, const Work& w, int tid) {
   const int row = (tid & 63) >> 1, part = (tid & 1) * 128, what = tid >> 6;  // what: q, k, gate, its second half
   if (row < w.valid) {

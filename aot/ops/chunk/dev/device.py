@@ -7,7 +7,7 @@ import torch
 from cuda.bindings import driver as cu
 
 CHUNK, DIM, RECORD_BYTES = 32, 128, 29184
-PREP_SMEM, STATE_SMEM, CARRY_SMEM = 60672, 107648, 135168
+PREP_SMEM, STATE_SMEM, CARRY_SMEM = 60416, 107648, 135168
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT64_MIN = -(2**63)

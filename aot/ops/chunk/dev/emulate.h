@@ -19,6 +19,7 @@
 #define __align__(n) alignas(n)
 #define __shared__
 #define CULA_DEV static inline
+#define CULA_DEV_COLD static inline
 
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -95,6 +96,16 @@ static inline int __shfl_sync(unsigned, int v, int src) {
   const int r = int(lanes[current / 32][src][0]); warp_sync();
   return r;
 }
+template <typename T>
+static inline T exchange(T v, int from) {
+  using namespace cula::emu;
+  static_assert(sizeof(T) == 4, "");
+  memcpy(&lanes[current / 32][current % 32][0], &v, 4); warp_sync();
+  T r; memcpy(&r, &lanes[current / 32][from & 31][0], 4); warp_sync();
+  return r;
+}
+static inline float __shfl_sync(unsigned, float v, int src) { return exchange(v, src); }
+static inline float __shfl_xor_sync(unsigned, float v, int mask) { return exchange(v, (cula::emu::current % 32) ^ mask); }
 
 namespace cula::dev {
 using namespace cula::emu;
