@@ -197,18 +197,21 @@ def _refuse(name: str, **operands) -> None:
 
 def _rows(name: str, operand: str, x, n: int, row: tuple[int, ...]):
     """x as a view [n, *row]; a batch dimension of 1 goes, and heads in one dimension are taken apart. Never a copy."""
+    given = x.shape
+    if given == (n, *row):  # nearly always
+        return x
     flat = (math.prod(row),)
     for shape in (row, flat):
-        if x.shape == (n, *shape):
+        if given == (n, *shape):
             view = x
-        elif x.shape == (1, n, *shape):
+        elif given == (1, n, *shape):
             view = x[0]
-        elif x.shape == (n, 1, *shape):
+        elif given == (n, 1, *shape):
             view = x[:, 0]
         else:
             continue
         return view if shape == row else view.unflatten(1, row)
-    raise InvalidArgumentError(f"{name}: {operand} has shape {list(x.shape)}; expected {[n, *row]}, also with a dimension of 1 before or after "
+    raise InvalidArgumentError(f"{name}: {operand} has shape {list(given)}; expected {[n, *row]}, also with a dimension of 1 before or after "
                                f"the {n} rows" + (f", or {[n, *flat]}" if len(row) > 1 else ""))
 
 
