@@ -9,15 +9,16 @@ finaliser) gets a state of its own. Host time of the fast path is the product: w
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-from ctypes import addressof, byref, c_size_t, c_void_p
+from ctypes import addressof, byref, c_void_p
 from typing import NamedTuple
 
 from . import abi
 from . import stream as streams
 from .errors import CulaError, InvalidArgumentError
 from .library import Library, library
-from .ops import BY_NAME, Op
+from .ops import BY_NAME, L2NORM, Op
 from .producers import Producer, _cache, producer_of, type_name
 
 # Word indices into cula_launches, for memoryviews: reading a ctypes field costs three times as much.
@@ -27,6 +28,10 @@ _LAUNCH = abi.Launches.launch.offset
 _KERNELS = tuple((_LAUNCH + i * ctypes.sizeof(abi.Launch) + abi.Launch.kernel.offset) // 4 for i in range(abi.MAX_LAUNCHES))
 _KERNEL = _KERNELS[0]
 _CPU = abi.CPU
+_COUNT_AND_TYPE = _COUNT // 2  # the same two words read as one
+_ONE_ON_CUDA = 1 | abi.CUDA << 32
+if _COUNT % 2 or _DEVICE_TYPE != _COUNT + 1 or sys.byteorder != "little":
+    raise ImportError("count and device_type of cula_launches are not one little-endian 64-bit word")
 
 # Objects go to C as the item array inside a tuple, which saves filling a (py_object * n) one by one, 0.7 us for a decode call.
 _TUPLE_ITEMS = tuple.__basicsize__
@@ -41,32 +46,52 @@ _local = threading.local()
 class _Prepared:
     """The args struct of one op and one set of options, with the argument lists of the foreign calls on it."""
 
-    __slots__ = ("api", "args", "bind_args", "fields", "op", "query_args", "run_args", "state")
+    __slots__ = ("args", "bind_args", "bound_kind", "fields", "grad_enabled", "kind", "op", "options", "query_args", "requires_grad", "run_args", "state")
 
     def __init__(self, op: Op, options: tuple, state: _State):
-        self.op, self.state, self.args = op, state, abi.new(op.struct)
+        self.op, self.options, self.state, self.args = op, options, state, abi.new(op.struct)
         try:
             op.fill(self.args, *options)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{op.name}: {error}") from None
-        self.api = self.bind_args = None
-        self.run_args = (op.number, byref(self.args), None, c_size_t(0), state.run_stream)
+        self.kind = self.bound_kind = self.bind_args = self.grad_enabled = self.requires_grad = None
+        self.run_args = (op.number, byref(self.args), None, None, state.run_stream)
         self.query_args = (op.number, byref(self.args), byref(state.needs))
         first = getattr(op.struct, op.tensors[0]).offset
         self.fields = memoryview(self.args).cast("B")[first: first + 8 * len(op.tensors)].cast("Q")
 
-    def use(self, api: c_void_p) -> tuple:
-        """Arguments of cula_bind_objects for the operands of one exchange API."""
-        self.api, op, state = api, self.op, self.state
-        self.bind_args = (op.number, byref(self.args), api, byref(op.offsets), len(op.tensors), state.objects, c_void_p(id(None)),
-                          byref(state.tensors), None, c_size_t(0), byref(state.launches))
-        return self.bind_args
+    def use(self, kind: type, objects: tuple) -> bool:
+        """Gets ready for operands that are all read by the exchange API of `kind`; False if that cannot be."""
+        producer = _cache.get(kind)
+        if producer is None or not producer.fast:
+            return False
+        if not producer.checks_types and any(x is not None and type(x) is not kind for x in objects):
+            return False
+        if kind is self.bound_kind:
+            return True
+        self.bound_kind = kind
+        self.kind = kind if producer.checks_types else None  # unset, this is asked in every call
+        op, state = self.op, self.state
+        self.grad_enabled, self.requires_grad = producer.grad_enabled or _never, producer.any_requires_grad
+        # None is a 64-bit 0. Constant pointers are byref() objects, which ctypes passes on without making anything.
+        self.bind_args = (op.number, byref(self.args), _pointer(producer.exchange.address), byref(op.offsets), len(op.tensors), state.objects,
+                          _pointer(id(None)), byref(state.tensors), None, None, byref(state.launches))
+        return True
+
+
+def _pointer(address: int):
+    return byref(ctypes.c_char.from_address(address))
+
+
+def _never() -> bool:
+    return False
 
 
 class _State:
     """What one call works in: the launch list, and prepared calls for the option sets that were used."""
 
-    __slots__ = ("configs", "launches", "lib", "longs", "needs", "objects", "params", "prepared", "run_stream", "tensors", "words")
+    __slots__ = ("config", "configs", "last", "launches", "lib", "longs", "needs", "objects", "param", "params", "prepared", "run_stream", "tensors",
+                 "words")
 
     def __init__(self, lib: Library):
         self.lib = lib
@@ -76,17 +101,26 @@ class _State:
         self.tensors = (abi.Tensor * abi.MAX_OBJECTS)()
         self.objects, self.run_stream = c_void_p(), c_void_p()
         self.prepared: dict[Op, dict[tuple, _Prepared]] = {op: {} for op in BY_NAME.values()}
-        self.configs = None  # wrapped for cuda.bindings at the first GPU launch
+        self.last = _Prepared(L2NORM, (1e-6, 0), self)  # of the last call: engines repeat themselves
+        self.config = self.configs = None  # wrapped for cuda.bindings at the first GPU launch
         base = addressof(self.launches) + _LAUNCH
         self.params = [base + i * ctypes.sizeof(abi.Launch) + abi.Launch.params.offset for i in range(abi.MAX_LAUNCHES)]
+        self.param = self.params[0]
 
     def prepare(self, op: Op, options: tuple) -> _Prepared:
-        made = _Prepared(op, options, self)
+        """The prepared call for the options, which become those of the last call."""
         known = self.prepared[op]
-        if len(known) >= _PREPARED_LIMIT:
-            known.clear()
-        known[options] = made
-        return made
+        try:
+            found = known.get(options)
+        except TypeError:  # an unhashable option is no valid one, and filling says which
+            found = None
+        if found is None:
+            found = _Prepared(op, options, self)
+            if len(known) >= _PREPARED_LIMIT:
+                known.clear()
+            known[options] = found
+        self.last = found
+        return found
 
 
 _bind_objects = _run = _query = None  # set with the library
@@ -114,17 +148,10 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
     except AttributeError:
         pool = _new_pool()
     state = pool.pop() if pool else _State(library())
-    words = state.words
+    words, prepared, handle = state.words, state.last, stream
     try:
-        try:
-            prepared = state.prepared[op].get(options)
-        except TypeError:  # an unhashable option is no valid one: filling says which
-            prepared = None
-        if prepared is None:
+        if prepared.op is not op or prepared.options != options:
             prepared = state.prepare(op, options)
-        kind = type(objects[op.lead_index])
-        producer = _cache.get(kind)
-        handle = stream
         if stream is not None and (type(stream) is not int or not 0 <= stream < 2**63):
             if type(stream) is Query:
                 return stream.ask(op, objects, options)
@@ -132,33 +159,31 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
                 handle = streams.handle_of(stream)
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"{op.name}: {error}") from None
-        bound = False
-        if producer is not None and producer.fast and (producer.checks_types or _all_of(kind, objects)):
-            grad = producer.grad_enabled
-            if grad is None or not grad() or not producer.any_requires_grad(*objects):
+        bound, keep, kind = False, None, type(objects[op.lead_index])
+        if kind is prepared.kind or prepared.use(kind, objects):
+            if not prepared.grad_enabled() or not prepared.requires_grad(*objects):
                 state.objects.value = id(objects) + _TUPLE_ITEMS
                 state.longs[_STREAM] = -1 if handle is None else handle
                 try:
-                    status = _bind_objects(*(prepared.bind_args if prepared.api is producer.api else prepared.use(producer.api)))
-                    bound = not status
-                except Exception:  # noqa: BLE001  an operand that this exchange API does not read: another one may
+                    bound = not _bind_objects(*prepared.bind_args)
+                except Exception:  # an operand that this exchange API does not read: another way may
                     pass
-        keep = None if bound else _bind_slow(state, prepared, objects, handle, donate, fresh)
-        if words[_DEVICE_TYPE] == _CPU:
+        if not bound:
+            keep = _bind_slow(state, prepared, objects, handle, donate, fresh)
+        if state.longs[_COUNT_AND_TYPE] == _ONE_ON_CUDA:
+            gpu = _gpus.get(words[_DEVICE_ID])
+            if gpu is None or state.config is None:
+                gpu = _first_launch(state, words[_DEVICE_ID])
+            function = gpu.functions.get(words[_KERNEL]) or _cuda.load(gpu, words[_KERNEL])
+            if not gpu.sole or _launch_kernel(state.config, function, state.param, 0)[0] is not _ok:
+                _launch_all(state, gpu)
+        elif words[_DEVICE_TYPE] == _CPU:
             state.run_stream.value = handle
             status = _query(*prepared.query_args) or _run(*prepared.run_args)  # the query is for last_kernels, 0.5 us
             if status:
                 state.lib.check(status)
         elif words[_COUNT]:
-            gpu = _gpus.get(words[_DEVICE_ID])
-            if gpu is None or state.configs is None:
-                gpu = _first_launch(state, words[_DEVICE_ID])
-            if words[_COUNT] == 1 and gpu.sole:
-                function = gpu.functions.get(words[_KERNEL]) or _cuda.load(gpu, words[_KERNEL])
-                if _launch_kernel(state.configs[0], function, state.params[0], 0)[0] is not _ok:
-                    _launch_all(state, gpu)
-            else:
-                _launch_all(state, gpu)
+            _launch_all(state, _first_launch(state, words[_DEVICE_ID]))
         del keep  # operands' exports live until the launch has been issued
     except BaseException:
         words[_COUNT] = state.needs.launch_count = 0  # last_kernels: nothing ran
@@ -168,13 +193,6 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
 
 
 # ------------------------------------------------------------------------------------------------------------- binding
-
-
-def _all_of(kind: type, objects: tuple) -> bool:
-    for x in objects:
-        if x is not None and type(x) is not kind:
-            return False
-    return True
 
 
 def _bind_slow(state: _State, prepared: _Prepared, objects: tuple, handle: int | None, donate: bool, fresh: tuple[str, ...]) -> list:
@@ -280,6 +298,7 @@ def _first_launch(state: _State, ordinal: int):
         # The struct is CUlaunchConfig bit for bit, so the binding's object is a view of it and is made once.
         base = addressof(state.launches) + _LAUNCH
         state.configs = [cuda.driver.CUlaunchConfig(_ptr=base + i * ctypes.sizeof(abi.Launch)) for i in range(abi.MAX_LAUNCHES)]
+        state.config = state.configs[0]
     return cuda.gpu(ordinal)
 
 
