@@ -6,6 +6,8 @@ rows full of NaN, slots that are not named by any row full of NaN, poisoned outp
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 
@@ -285,3 +287,21 @@ def test_threads_do_not_change_bits():
             case.run(-1, threads, grain)
             outs.append([x.view.tobytes() for x in (case.out, case.state_out) if x is not None])
         assert all(o == outs[0] for o in outs)
+
+
+@pytest.mark.parametrize("layout", ("vk", "kv"))
+def test_slots_beyond_32_bits(layout):
+    """Slots 3 * 2^30 elements apart, more than 2^32 bytes and 2^31 elements: the bits of the compact pool."""
+    fixed = dict(op="gdn", state=FP32, layout=layout, K=64, V=64, N=3, heads=(1, 2), pool="in_place", index="read", null=None,
+                 head_gap=0, slot_gap=0)  # fmt: skip
+    a, b = Case([1], **fixed), Case([1], **fixed)
+    slots, stride = len(b.state.view), 3 << 30
+    MAP_NORESERVE = 0x4000  # only the pages of the states are ever touched
+    memory = mmap.mmap(-1, slots * stride * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    wide = np.ndarray(b.state.view.shape, np.float32, memory, 0, (stride * 4, *b.state.view.strides[1:]))
+    wide[...] = b.state.view
+    b.state.view = wide
+    a.run(-1)
+    b.run(-1)
+    assert a.out.view.tobytes() == b.out.view.tobytes()
+    assert a.state.view.tobytes() == wide.tobytes()

@@ -173,7 +173,8 @@ typedef struct cula_decode_args {
   int32_t has_scale;         /* 0: scale = K^-0.5, 1: the field scale, any finite value, 0 included        */
   float scale;
   float lower_bound;         /* RAW of KDA: 0 = softplus form, else in [-5,0): the sigmoid ("safe") form   */
-  int32_t num_threads;       /* CPU tensors: threads to use, 0 = all that the process may run on; GPU: 0   */
+  int32_t num_threads;       /* CPU tensors: most threads to use, 0 = as many as the process may run on, by its
+                                affinity and CPU quota, or CULA_NUM_THREADS of the environment; GPU: 0 */
   int32_t reserved0;         /* 0 */
 } cula_decode_args;
 
