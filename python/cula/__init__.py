@@ -5,6 +5,7 @@
     cula.gla        gla_decode                    gated linear attention
     cula.lightning  lightning_decode              Lightning attention and simple GLA
     cula.norm       l2norm
+    cula.torch, cula.jax    all of them inside torch.compile and jax.jit (not imported by this package)
 
     import torch, cula
     out = cula.kda.kda_decode(q, k, v, gate, beta, state, gate_kind="raw", A_log=A_log, dt_bias=dt_bias, l2norm=True)
