@@ -107,7 +107,7 @@ def test_every_tool_is_pinned_exactly():
     for name in ("build", "test", "lint"):
         for line in (ROOT / f"requirements/{name}.txt").read_text().splitlines():
             text = line.partition("#")[0].strip()
-            assert not text or re.fullmatch(r'[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*(; python_version (<|>=) "3\.\d+")?', text), line
+            assert not text or re.fullmatch(r'[A-Za-z0-9_.-]+(\[\w+\])?==[0-9][A-Za-z0-9.]*(; python_version (<|>=) "3\.\d+")?', text), line
     assert set(toolchain.DSL + toolchain.NVCC + toolchain.HOST) <= set(toolchain.pins())
 
 
