@@ -50,7 +50,9 @@ def throwing(tmp_path_factory):
     folder = tmp_path_factory.mktemp("throwing")
     (folder / "throws.cpp").write_text(THROWS)
     for source, path in ((host.Source("throws.cpp"), folder / "throws.cpp"), (host.Source(host.COMPAT), ROOT / host.COMPAT)):
-        subprocess.run([*map(str, host.command(source, ROOT, True, toolchain.system_dirs())), "-c", path, "-o", folder / f"{path.stem}.o"], check=True)
+        subprocess.run(
+            [*map(str, host.command(source, ROOT, True, toolchain.system_dirs())), "-c", path, "-o", folder / f"{path.stem}.o"], check=True
+        )
     objects = [folder / "throws.o", folder / "glibc_compat.o"]
     subprocess.run([toolchain.cxx().path, *link.LINK_FLAGS, *objects, *link.LIBRARIES, "-o", folder / "libthrows.so"], check=True)
     return folder / "libthrows.so"
