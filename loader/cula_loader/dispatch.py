@@ -150,7 +150,11 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
     state = pool.pop() if pool else _State(library())
     words, prepared, handle = state.words, state.last, stream
     try:
-        if prepared.op is not op or prepared.options != options:
+        try:
+            same = prepared.op is op and prepared.options == options
+        except Exception:  # an array among the options: no valid one, and filling says which
+            same = False
+        if not same:
             prepared = state.prepare(op, options)
         if stream is not None and (type(stream) is not int or not 0 <= stream < 2**63):
             if type(stream) is Query:

@@ -243,6 +243,15 @@ def test_what_equals_an_allowed_value_is_allowed():
         assert np.array_equal(cula.kda.kda_decode(**{n: x.copy() for n, x in given.items()}, **options), want)
 
 
+@pytest.mark.parametrize("scale", [np.ones(2), torch.ones(2), [1.0], {}])
+def test_an_array_among_the_options_is_refused_by_name(scale):
+    """Also right after a call that differs in nothing else, when the two option sets are compared."""
+    for _ in range(2):
+        cula.kda.kda_decode(**rows("kda"), scale=1.0)
+        with pytest.raises(cula.InvalidArgumentError, match="kda_decode: scale=.*allowed: a real number or None"):
+            cula.kda.kda_decode(**rows("kda"), scale=scale)
+
+
 def test_a_gate_without_its_kind_is_refused():
     """What a gate holds is never guessed."""
     for op in OPS:
