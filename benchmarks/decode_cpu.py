@@ -1,4 +1,4 @@
-"""Decode on the cpu arch: share of this machine's copy rate, all threads."""
+"""Decode on the cpu arch: share of this machine's memory rate, all threads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ QUICK_BATCHES = (128,)
 
 def run(quick: bool) -> dict:
     cores = len(os.sched_getaffinity(0))
-    copy, rows = timing_cpu.CopyRate(), []
+    memory, rows = timing_cpu.MemoryRate(), []
     for op, heads_list in HEADS.items():
         for state in ("fp32", "bf16"):
             for layout in ("vk",) if quick else ("vk", "kv"):
                 for n in QUICK_BATCHES if quick else BATCHES:
                     x = decode_inputs.make(op, n, heads_list[0], state, seed=0, device="cpu")
                     us, us_min = (1e6 * t for t in timing_cpu.seconds(cula_call(x, layout), 7 if quick else 15))
-                    copy.measure()
+                    memory.measure()
                     rows.append({"op": op, "state": state, "layout": layout, "heads": heads_list[0], "n": n, "us": us,
                                  "us_min": us_min, "GBs": x.bytes / us_min / 1e3})
                     print(f"cpu {op} {state} {layout} N={n}: {us:.0f} us, best {us_min:.0f}: {rows[-1]['GBs']:.1f} GB/s", flush=True)
     for row in rows:
-        row["share"] = row["GBs"] / copy.best
-    print(f"cpu copy {copy.best:.1f} GB/s, {cores} cores", flush=True)
-    return {"copy_GBs": copy.best, "cores": cores, "rows": rows,
+        row["share"] = row["GBs"] / memory.best
+    print(f"cpu memory {memory.best:.1f} GB/s, {cores} cores", flush=True)
+    return {"memory_GBs": memory.best, "cores": cores, "rows": rows,
             "accuracy": [accuracy(op, state, device="cpu") for op in HEADS for state in ("fp32", "bf16")]}

@@ -79,7 +79,7 @@ def cpu_table(result: dict) -> str:
         bound = r["n"] >= 128  # smaller batches live in the caches
         rows.append([r["op"], r["state"], r["layout"], r["n"], f"{r['us']:.0f}", f"{r['us_min']:.0f}", f"{r['GBs']:.1f}", f"{r['share']:.0%}",
                      ("yes" if r["share"] >= CPU_SHARE_TARGET else "NO") if bound else "-"])
-    return table(["op", "state", "layout", "N", "us", "best us", "GB/s", "share of copy", f">= {CPU_SHARE_TARGET:.0%}"], rows)
+    return table(["op", "state", "layout", "N", "us", "best us", "GB/s", "share of memory rate", f">= {CPU_SHARE_TARGET:.0%}"], rows)
 
 
 def markdown(result: dict) -> str:
@@ -95,7 +95,7 @@ def markdown(result: dict) -> str:
     parts += ["## Host", host_table(result)]
     if "cpu" in result:
         c = result["cpu"]
-        parts += [f"## cpu arch, {c['cores']} cores, copy {c['copy_GBs']:.1f} GB/s", cpu_table(c),
+        parts += [f"## cpu arch, {c['cores']} cores, memory {c['memory_GBs']:.1f} GB/s", cpu_table(c),
                   "## Accuracy on the cpu arch", accuracy_table(c["accuracy"])]
     return "\n\n".join(parts) + "\n"
 
@@ -121,7 +121,7 @@ def short(result: dict) -> str:
     if "cpu" in result:
         big = [r for r in result["cpu"]["rows"] if r["n"] >= 128]
         lines.append(f"cpu arch: {min(r['share'] for r in big):.0%} to {max(r['share'] for r in big):.0%} of "
-                     f"{result['cpu']['copy_GBs']:.1f} GB/s (target {CPU_SHARE_TARGET:.0%})")
+                     f"{result['cpu']['memory_GBs']:.1f} GB/s (target {CPU_SHARE_TARGET:.0%})")
     return "\n".join(lines)
 
 

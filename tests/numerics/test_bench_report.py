@@ -40,7 +40,7 @@ def test_tables_show_misses_and_failures():
     result = {"machine": {"gpu": "none"}, "import": {"ms": 130.0}, "cold": {"beyond_cuda_s": 0.3},
               "decode": {"copy_GBs": 4284.0, "accuracy": accuracy, "host": {"python_us": 7.0, "cpp_us": 5.5},
                          "rows": [row(), row(share=0.5), {**row(), "error": "ValueError: no"}]},
-              "cpu": {"copy_GBs": 20.0, "cores": 2, "accuracy": accuracy,
+              "cpu": {"memory_GBs": 20.0, "cores": 2, "accuracy": accuracy,
                       "rows": [{"op": "kda", "state": "fp32", "layout": "vk", "heads": (64, 64), "n": 128, "us": 1e5,
                                 "us_min": 9e4, "GBs": 9.0,
                                 "share": 0.45}]}}
