@@ -348,7 +348,8 @@ def check(p: Problem) -> dict[str, float]:
             names = [name for name, x in a.items() if x.memory is m]
             raise AssertionError(f"{'/'.join(names)}: {int(changed.sum())} elements changed that the call does not own, "
                                  f"first at storage offset {int(changed.nonzero()[0])}")
-    rmse = {"out": assert_close("out", a["out"].dev.reshape(c.n, c.heads[1], c.v), torch.from_numpy(p.want.out))}
+    rmse = {"out": assert_close("out", a["out"].dev.reshape(c.n, c.heads[1], c.v), torch.from_numpy(p.want.out),
+                                addends=p.want.addends)}
     if pool in a and len(written):
         got = a[pool].dev[written.to(p.device)]
         rmse["state"] = assert_close("state", got, torch.from_numpy(p.want.state[p.want.written]))

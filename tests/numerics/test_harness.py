@@ -127,3 +127,17 @@ def test_half_ulp_is_the_distance_between_neighbours(dtype):
     x = torch.cat([x, (x * 2.0**-20).to(dtype)])
     neighbour = (problem.bits(x) + 1).view(dtype)
     assert torch.equal(compare.half_ulp(x.double(), dtype) * 2, (neighbour.double() - x.double()).abs())
+
+
+def test_addends_matter_only_where_a_sum_cancels():
+    """As a whole the norm of the addends is that of the outputs, so that it loosens nothing; a cancelling row is far below it."""
+    p = problem.build(example(n=33, rows="nhk", pool="compact"), "cpu")
+    ratio = torch.from_numpy(p.want.addends).norm() / torch.from_numpy(p.want.out).norm()
+    assert 0.8 < ratio < 1.25
+    cancelled = torch.full((1, 64), 1e-3, dtype=torch.float64)
+    got = (cancelled + 3e-7 * 1e-2).float()
+    with pytest.raises(AssertionError):
+        compare.assert_close("x", got, cancelled)
+    compare.assert_close("x", got, cancelled, addends=torch.full((1, 64), 1e-1, dtype=torch.float64))
+    with pytest.raises(AssertionError):
+        compare.assert_close("x", got + 1e-6, cancelled, addends=torch.full((1, 64), 1e-1, dtype=torch.float64))

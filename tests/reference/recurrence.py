@@ -69,6 +69,7 @@ class Decoded:
     out: np.ndarray  # [N,HV,V]
     state: np.ndarray | None  # state_out after the call, in the layout of the input pool; None without a pool
     written: np.ndarray  # slots of state_out that the call stores to, sorted
+    addends: np.ndarray  # [N,HV,V]: root of the sum over K of the squared terms of out, what its rounding errors scale with
 
 
 def decode(op, q, k, v, *, gate=None, gate_kind="none", A_log=None, dt_bias=None, lower_bound=0.0, beta=None,
@@ -85,7 +86,7 @@ def decode(op, q, k, v, *, gate=None, gate_kind="none", A_log=None, dt_bias=None
         pool_out = np.array(state_out, np.float64)
     elif pool_in is not None:
         pool_out = pool_in.copy()
-    out, written = np.zeros((n_rows, hv, vdim)), []
+    out, addends, written = np.zeros((n_rows, hv, vdim)), np.zeros((n_rows, hv, vdim)), []
 
     def slot(index, n, pool):
         """The slot that row n uses in `pool`, or None: no pool, negative, null or past the end."""
@@ -109,11 +110,12 @@ def decode(op, q, k, v, *, gate=None, gate_kind="none", A_log=None, dt_bias=None
                       dt_bias, lower_bound)
         b = activate_beta(beta_kind, np.asarray(beta)[rows]) if DELTA_RULE[op] else None
         out[rows], S = step(S, scale * qn, kn, v[rows], np.exp(np.broadcast_to(g, kn.shape)), b, DELTA_RULE[op])
+        addends[rows] = np.sqrt(np.einsum("nhkv,nhk->nhv", S * S, (scale * qn) ** 2))
         for i, n in enumerate(rows):
             if writes[n] is not None:
                 pool_out[writes[n]] = S[i].swapaxes(-1, -2) if layout == "vk" else S[i]
                 written.append(writes[n])
-    return Decoded(out, pool_out, np.unique(np.array(written, np.int64)))
+    return Decoded(out, pool_out, np.unique(np.array(written, np.int64)), addends)
 
 
 def sequence(op, q, k, v, g, beta=None, scale=None, initial_state=None):
