@@ -3,8 +3,9 @@
 NumPy has no bfloat16, so rows are float32 here; float16 works too.
 """
 
-import cula
 import numpy as np
+
+import cula
 
 
 def sigmoid(x):

@@ -3,8 +3,9 @@
 Rows come as one bf16 projection [N, 2*H*K + HV*V + HV*K + HV], as in an engine; q|k|v, gate and beta are views into it.
 """
 
-import cula
 import torch
+
+import cula
 
 N, H, HV, K, V, SLOTS, STEPS, LOWER_BOUND = 4, 2, 4, 128, 128, 16, 6, -5.0
 

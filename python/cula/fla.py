@@ -17,6 +17,7 @@ import collections
 import threading
 
 import torch
+
 from cula_loader import CulaError, UnsupportedError
 
 from . import kda, lightning
@@ -139,9 +140,8 @@ def enable() -> tuple[str, ...]:
         raise UnsupportedError(f"cula.fla needs flash-linear-attention 0.6 or later (pip install fla-core): {error}") from None
     if getattr(backends, "_DISPATCH_DISABLED", False):
         raise UnsupportedError("FLA_DISABLE_BACKEND_DISPATCH=1 is set: FLA ignores all backends")
-    from fla.ops.simple_gla import fused_recurrent_simple_gla
-
     import fla.ops.kda.backends  # noqa: F401  makes the registry of 'kda'
+    from fla.ops.simple_gla import fused_recurrent_simple_gla
 
     backends.register("kda")(_backend(backends.BaseBackend, "fused_recurrent_kda_fwd"))
     backends.register(fused_recurrent_simple_gla)(_backend(backends.BaseBackend, "fused_recurrent_simple_gla"))

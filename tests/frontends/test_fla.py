@@ -1,12 +1,13 @@
 """cula.fla against the installed flash-linear-attention: which implementation ran, and that its results are FLA's."""
 
-import cula
-import cula.fla
 import pytest
 from fla.ops.kda import fused_recurrent_kda
 from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla.ops.kda.naive import naive_recurrent_kda
 from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+import cula
+import cula.fla
 
 from .rows import error, rows
 

@@ -4,11 +4,11 @@ import inspect
 import subprocess
 import sys
 
-import cula
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cula
 import cula.torch as ct
 
 from .rows import OPS, error, rows

@@ -9,8 +9,13 @@ Forward only: an operand that requires grad, with grad enabled, raises at once. 
 The custom ops themselves are torch.ops.cula.<op> (functional: out and final states) and torch.ops.cula.<op>_out (writes out and a pool).
 """
 
-from ._fla import (fused_recurrent_gated_delta_rule, fused_recurrent_gla, fused_recurrent_kda, fused_recurrent_lightning_attn,
-                   fused_recurrent_simple_gla)
+from ._fla import (
+                   fused_recurrent_gated_delta_rule,
+                   fused_recurrent_gla,
+                   fused_recurrent_kda,
+                   fused_recurrent_lightning_attn,
+                   fused_recurrent_simple_gla,
+)
 from ._native import gdn_decode, gdn_gate, gla_decode, kda_decode, kda_gate, l2norm, lightning_decode
 
 __all__ = ["fused_recurrent_gated_delta_rule", "fused_recurrent_gla", "fused_recurrent_kda", "fused_recurrent_lightning_attn",

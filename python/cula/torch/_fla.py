@@ -14,6 +14,7 @@ import functools
 import warnings
 
 import torch
+
 from cula_loader import InvalidArgumentError, UnsupportedError
 
 from ._native import gdn_decode, gla_decode, kda_decode, lightning_decode

@@ -12,6 +12,7 @@ would be recorded for a gradient raises when it is called, not in backward, wher
 from __future__ import annotations
 
 import torch
+
 from cula_loader import UnsupportedError, call
 from cula_loader.ops import BY_NAME
 

@@ -8,6 +8,7 @@ Autocast does not touch them: operands are taken as they are, in any mix of dtyp
 from __future__ import annotations
 
 import torch
+
 from cula_loader import InvalidArgumentError
 
 from .. import gdn, gla, kda, lightning, norm
