@@ -12,6 +12,7 @@ Only rows of one token. Prompts (chunk_kda, chunk_gated_delta_rule, ...) and the
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 
@@ -48,14 +49,17 @@ def slots_of_step(slots, rows: int, *, write_slots=None, has_initial_state=None,
     if max_query_len > 1:
         raise UnsupportedError(f"slots_of_step: max_query_len={max_query_len}: prefill (chunk_kda, chunk_gated_delta_rule, chunk_gla, "
                                "chunk_lightning_attn) and verification are not in cula yet; split the one-token rows off")
+    rows = _count("slots_of_step: rows", rows)
     read = _slots("slots", slots)
     write = read if write_slots is None else _slots("write_slots", write_slots)
     if write.shape != read.shape:
         raise InvalidArgumentError(f"slots_of_step: write_slots has {write.shape[0]} sequences, slots has {read.shape[0]}")
     if query_start_loc is not None:
+        _tensor("slots_of_step: query_start_loc", query_start_loc)
         sequences = query_start_loc.shape[0] - 1 if query_start_loc.ndim == 1 else -1
         if sequences < 0:
             raise InvalidArgumentError(f"slots_of_step: query_start_loc has shape {list(query_start_loc.shape)}; expected [sequences + 1]")
+        _index_tensor("slots_of_step: query_start_loc", query_start_loc)
     else:
         sequences = read.shape[0]
     if rows > sequences:
@@ -69,6 +73,7 @@ def slots_of_step(slots, rows: int, *, write_slots=None, has_initial_state=None,
     read = read[:sequences]
     write = read if in_place else write[:sequences]
     if has_initial_state is not None:
+        _tensor("slots_of_step: has_initial_state", has_initial_state)
         if has_initial_state.dtype != torch.bool or has_initial_state.ndim != 1 or has_initial_state.shape[0] < sequences:
             raise InvalidArgumentError(f"slots_of_step: has_initial_state is {has_initial_state.dtype} {list(has_initial_state.shape)}; "
                                        f"expected torch.bool [{sequences}] or longer")
@@ -90,13 +95,16 @@ def slots_of_blocks(block_table, block_index):
     block_index   an int: that column, as a view; or [S] int32 or int64 on the device: a column for each sequence, below `blocks`;
                   a negative one gives -1, padding
     """
+    _tensor("slots_of_blocks: block_table", block_table)
     if block_table.ndim != 2 or block_table.dtype not in (torch.int32, torch.int64):
         raise InvalidArgumentError(f"slots_of_blocks: block_table is {block_table.dtype} {list(block_table.shape)}; expected int32 or int64 "
                                    "[sequences, blocks]")
-    if isinstance(block_index, int):
+    if not isinstance(block_index, torch.Tensor):
+        block_index = _count("slots_of_blocks: block_index", block_index)
         if not 0 <= block_index < block_table.shape[1]:
             raise InvalidArgumentError(f"slots_of_blocks: block_index={block_index}: the table has {block_table.shape[1]} columns")
         return block_table[:, block_index]
+    _index_tensor("slots_of_blocks: block_index", block_index)
     if block_index.shape != block_table.shape[:1]:
         raise InvalidArgumentError(f"slots_of_blocks: block_index has shape {list(block_index.shape)}; expected [{block_table.shape[0]}]")
     column = block_index.to(torch.int64).clamp(min=0).unsqueeze(1)
@@ -122,9 +130,11 @@ def decode_rows(family: str, *, state, read_index, write_index=None, null_slot=N
 
     Padding rows get zeros and touch no state. Raises as kda_decode does, and for a mixture of raw and activated operands.
     """
-    name = f"decode_rows: {family}"
-    if family not in _DECODE:
+    if not isinstance(family, str) or family not in _DECODE:
         raise InvalidArgumentError(f"decode_rows: family={family!r}: allowed: {', '.join(map(repr, _DECODE))}")
+    name = f"decode_rows: {family}"
+    _tensor(f"{name}: state", state)
+    _index_tensor(f"{name}: read_index", read_index)
     if state.ndim != 4:
         raise InvalidArgumentError(f"{name}: state has shape {list(state.shape)}; expected [slots,HV,V,K] or [slots,HV,K,V]")
     heads, value_dim, key_dim = state.shape[1], *(state.shape[2:] if state_layout == "vk" else reversed(state.shape[2:]))
@@ -144,11 +154,13 @@ def decode_rows(family: str, *, state, read_index, write_index=None, null_slot=N
             options |= {"gate": _rows(name, "g", g, n, _gate_shape(family, heads, key_dim)), "gate_kind": "log"}
     if mixed_qkv is not None:
         _refuse(f"{name}: mixed_qkv is given", q=q, k=k, v=v)
+        _tensor(f"{name}: mixed_qkv", mixed_qkv)
         options["mixed_qkv"] = _rows(name, "mixed_qkv", mixed_qkv, n, (mixed_qkv.shape[-1],))
         given = out if out is not None else mixed_qkv.new_empty((n, heads, value_dim))
     else:
         if q is None or k is None or v is None:
             raise InvalidArgumentError(f"{name}: give mixed_qkv, or q, k and v")
+        _tensor(f"{name}: q", q)
         query_heads = q.numel() // (n * key_dim) if n else q.shape[-2] if q.shape[-1] == key_dim else q.shape[-1] // key_dim
         options |= {"q": _rows(name, "q", q, n, (query_heads, key_dim)), "k": _rows(name, "k", k, n, (query_heads, key_dim)),
                     "v": _rows(name, "v", v, n, (heads, value_dim))}
@@ -197,6 +209,7 @@ def _refuse(name: str, **operands) -> None:
 
 def _rows(name: str, operand: str, x, n: int, row: tuple[int, ...]):
     """x as a view [n, *row]; a batch dimension of 1 goes, and heads in one dimension are taken apart. Never a copy."""
+    _tensor(f"{name}: {operand}", x)
     given = x.shape
     if given == (n, *row):  # nearly always
         return x
@@ -215,9 +228,30 @@ def _rows(name: str, operand: str, x, n: int, row: tuple[int, ...]):
                                f"the {n} rows" + (f", or {[n, *flat]}" if len(row) > 1 else ""))
 
 
-def _slots(operand: str, x):
+def _tensor(what: str, x) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgumentError(f"{what} is a {type(x).__name__}; expected a torch tensor")
+
+
+def _index_tensor(what: str, x) -> None:
+    _tensor(what, x)
     if x.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgumentError(f"slots_of_step: {operand} is {x.dtype}; expected int32 or int64")
+        raise InvalidArgumentError(f"{what} is {x.dtype}; expected int32 or int64")
+
+
+def _count(what: str, x) -> int:
+    """A host integer that is not negative; True is 1 to Python, and a mask to torch."""
+    try:
+        value = -1 if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        value = -1
+    if value < 0:
+        raise InvalidArgumentError(f"{what}={x!r}; expected an integer from 0 on")
+    return value
+
+
+def _slots(operand: str, x):
+    _index_tensor(f"slots_of_step: {operand}", x)
     if x.ndim == 2 and x.shape[1] == 1:
         return x[:, 0]
     if x.ndim == 2:
