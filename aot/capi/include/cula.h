@@ -71,6 +71,7 @@ enum {
   CULA_OP_GDN_DECODE = 2,       /* cula_decode_args */
   CULA_OP_GLA_DECODE = 3,       /* cula_decode_args */
   CULA_OP_LIGHTNING_DECODE = 4, /* cula_decode_args */
+  CULA_OP_KDA_PREFILL = 8,      /* cula_prefill_args */
   CULA_OP_KDA_GATE = 16,        /* cula_gate_args   */
   CULA_OP_GDN_GATE = 17,        /* cula_gate_args   */
   CULA_OP_L2NORM = 18           /* cula_l2norm_args */
@@ -90,6 +91,7 @@ enum {
 
 /* What the tensor `gate` holds. g is the natural log of the decay, g <= 0; the decay is exp(g).
  *   kda_decode        NONE, LOG_CHANNEL, RAW
+ *   kda_prefill       LOG_CHANNEL, RAW; here and below [B,T,HV,...] stands in the place of [N,HV,...]
  *   gdn_decode        NONE, LOG_HEAD, RAW
  *   gla_decode        NONE, LOG_CHANNEL
  *   lightning_decode  NONE, LOG_HEAD (simple GLA), CONST_HEAD
@@ -114,6 +116,14 @@ typedef int32_t cula_state_layout;
 enum {
   CULA_STATE_VK = 0, /* [slots,HV,V,K], K contiguous ("v-first") */
   CULA_STATE_KV = 1  /* [slots,HV,K,V], V contiguous ("k-first") */
+};
+
+/* How a prefill is run. The result is the same within rounding; 0 is right unless a variant is to be tested or measured. */
+typedef int32_t cula_prefill_variant;
+enum {
+  CULA_PREFILL_AUTO = 0,   /* the plan chooses from shapes and the number of multiprocessors      */
+  CULA_PREFILL_SERIAL = 1, /* split: the record kernel, then the state kernel                     */
+  CULA_PREFILL_OVERLAP = 2 /* split, side by side on every multiprocessor (programmatic launch)   */
 };
 
 /* ---------------------------------------------------------------------------------------------------- args structs */
@@ -179,6 +189,72 @@ typedef struct cula_decode_args {
 } cula_decode_args;
 
 /*
+ * kda_prefill: all tokens of N sequences. For token t in turn, with S [K,V] the float32 state of one sequence and value head, head
+ * h = hv / (HV/H), q^ = scale * q:
+ *   S <- diag(exp g_t) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = S^T q^_t
+ * computed in chunks of 32 tokens (Kimi Linear, arXiv 2510.26692, section 3), every state accumulated in float32. Products of a chunk have
+ * bf16 operands for io bf16 and fp16.
+ *
+ * Sequences. Without cu_seqlens, sequence n is row n of the batch: N = B, T tokens each. With cu_seqlens B is 1 (or q, k, v, out, gate
+ * and beta have no B at all: [T,H,K] and so on) and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n+1]. cu_seqlens is never read on the
+ * host, so that a captured graph may be replayed with other lengths. A sequence may be empty. Tokens of no sequence are not
+ * read, and their rows of out are not written. Precondition, not checked: 0 <= cu_seqlens[n] <= cu_seqlens[n+1] <= T.
+ *
+ * Token and head strides are free, in elements; the last stride of q, k, v, out and the gate is 1. On a GPU rows of v and out must be
+ * 16-byte aligned and rows of q, k and gate aligned to 4 elements, else UNSUPPORTED.
+ *
+ * Slots. Sequence n starts from slot read_index[n] of `state` and its final state goes to slot write_index[n] of `state_out`. An index
+ * is void when it is negative, or not below the number of slots, or null_slot with has_null_slot: a void read starts from zero, a void
+ * write stores nothing; the outputs are computed in either case. Without an index tensor sequence n has slot n, and the pool has at
+ * least N slots; where read_index and state_out are given, write_index must be given too. state NULL: every sequence
+ * starts from zero. state_out NULL: final states are not stored. An empty sequence copies its initial state.
+ * Not checked: no slot is written by two sequences, and none is written by one and read by another.
+ *
+ * Checkpoints (for prefix caching): the state of sequence n after (j + 1) * checkpoint_interval of its tokens goes to slot
+ * checkpoint_index[n][j] of `checkpoints`, for every j whose tokens exist; a void index stores nothing. Without cu_seqlens C must
+ * be at least T / checkpoint_interval; with it, states of a sequence that has more than C intervals stop after the C-th.
+ *
+ * Aliasing: state_out may be the memory of state; checkpoints may be the memory of state_out or of state, with distinct slots (not
+ * checked). out overlaps nothing, and no other overlap is allowed.
+ *
+ * Errors: as for decode. N = 0 is CULA_OK and touches nothing; with T = 0 every sequence is empty.
+ */
+typedef struct cula_prefill_args {
+  size_t struct_size;
+  /* io: bf16 or fp16 (CPU tensors: also float32), one dtype for q, k, v and out */
+  const DLTensor* q;           /* [B,T,H,K] */
+  const DLTensor* k;           /* [B,T,H,K] */
+  const DLTensor* v;           /* [B,T,HV,V], HV a multiple of H */
+  const DLTensor* out;         /* [B,T,HV,V], written */
+  const DLTensor* gate;        /* [B,T,HV,K]; float32, bf16 or fp16 */
+  const DLTensor* A_log;       /* RAW only: HV elements of any shape; float32, bf16 or fp16; NULL: exp(A_log) = 1 */
+  const DLTensor* dt_bias;     /* RAW only: HV*K elements of any shape; NULL: 0 */
+  const DLTensor* beta;        /* [B,T,HV]; float32, bf16 or fp16 */
+  const DLTensor* cu_seqlens;  /* [N+1] int32 or int64, compact, on the device of the tensors; NULL: fixed batch */
+  const DLTensor* state;       /* pool by state_layout as in cula_decode_args, float32 or bf16; read only unless it is state_out */
+  const DLTensor* state_out;   /* pool that is written, dtype of state */
+  const DLTensor* read_index;  /* [N] int32 or int64, compact; needs state */
+  const DLTensor* write_index; /* [N] int32 or int64, compact; needs state_out */
+  const DLTensor* checkpoints; /* pool that is written, dtype of state and state_out where these are given */
+  const DLTensor* checkpoint_index; /* [N,C] int32 or int64, compact; given if and only if checkpoints is */
+  int64_t null_slot;           /* used only if has_null_slot */
+  int64_t checkpoint_interval; /* tokens, a positive multiple of 32; 0 without checkpoints */
+  int32_t has_null_slot;       /* 0 or 1 */
+  cula_gate_kind gate_kind;
+  cula_beta_kind beta_kind;
+  cula_state_layout state_layout;
+  int32_t l2norm;              /* 1: q and k <- x / sqrt(sum x^2 + 1e-6), before the scale */
+  int32_t has_scale;           /* 0: scale = K^-0.5, 1: the field scale, any finite value */
+  float scale;
+  float lower_bound;           /* RAW: 0 = softplus form, else in [-5,0): the sigmoid ("safe") form */
+  cula_prefill_variant variant; /* CPU tensors: AUTO */
+  int32_t segments;            /* parts that a sequence is cut into, run at the same time and joined exactly (intra-card context
+                                  parallelism): 0 the plan chooses, 1 none, at most 64; CPU tensors: 0 or 1 */
+  int32_t num_threads;         /* as in cula_decode_args */
+  int32_t reserved0;           /* 0 */
+} cula_prefill_args;
+
+/*
  * kda_gate, gdn_gate: raw gate -> log decay, and optionally beta logit -> beta, elementwise.
  *   kda_gate  x [T,HV,K] (or [B,T,HV,K]):  g = -exp(A_log[hv]) * softplus(x + dt_bias[hv,k])            lower_bound == 0
  *                                          g = lower_bound * sigmoid(exp(A_log[hv]) * (x + dt_bias[hv,k]))   lower_bound in [-5,0)
@@ -218,6 +294,7 @@ typedef struct cula_l2norm_args {
 #define CULA_SIZEOF(T) (CULA_SIZEOF_##T)
 #define CULA_SIZE_THROUGH(T, last) (offsetof(T, last) + sizeof(((T*)0)->last))
 #define CULA_SIZEOF_cula_decode_args CULA_SIZE_THROUGH(cula_decode_args, reserved0)
+#define CULA_SIZEOF_cula_prefill_args CULA_SIZE_THROUGH(cula_prefill_args, reserved0)
 #define CULA_SIZEOF_cula_gate_args CULA_SIZE_THROUGH(cula_gate_args, reserved0)
 #define CULA_SIZEOF_cula_l2norm_args CULA_SIZE_THROUGH(cula_l2norm_args, num_threads)
 #define CULA_SIZEOF_cula_requirements CULA_SIZE_THROUGH(cula_requirements, kernels)

@@ -52,6 +52,11 @@ const char* layout_name(int32_t layout) noexcept {
   return at(kNames, layout);
 }
 
+const char* prefill_variant_name(int32_t variant) noexcept {
+  static constexpr const char* kNames[] = {"AUTO", "SERIAL", "OVERLAP"};
+  return at(kNames, variant);
+}
+
 const char* device_type_name(int32_t type) noexcept {
   switch (type) {
     case kDLCPU: return "cpu";

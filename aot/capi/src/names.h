@@ -13,6 +13,7 @@ const char* dtype_name(DType dtype) noexcept;           // "bf16"
 const char* gate_kind_name(int32_t kind) noexcept;      // "LOG_HEAD"; nullptr
 const char* beta_kind_name(int32_t kind) noexcept;      // "LOGIT"; nullptr
 const char* layout_name(int32_t layout) noexcept;       // "vk"; nullptr
+const char* prefill_variant_name(int32_t variant) noexcept;  // "SERIAL"; nullptr
 const char* device_type_name(int32_t type) noexcept;    // "cuda"; nullptr
 
 }  // namespace cula
