@@ -30,7 +30,7 @@ examples:
   build_kernels.py verify --artifacts artifacts
 
 Filters take globs and commas: --op 'kda_*,l2norm' --io bf16,fp16. A kernel is named by its configuration:
-op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.x<variant>], for example kda_decode.sm90.bf16.sfp32.k128.vk."""
+op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.<variant>], for example kda_decode.sm90.bf16.sfp32.k128.vk."""
 
 
 def _workers(text: str) -> int:

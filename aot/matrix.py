@@ -3,7 +3,7 @@
 Each family folder has a matrix.py with MATRICES, a tuple of OpMatrix: closed axes, exclusions with reasons, and by which
 toolchain each arch is built. `expand` multiplies them out, the same way for every op.
 
-    kernel_id = op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.x<variant>]     kda_decode.sm90.bf16.sfp32.k128.vk
+    kernel_id = op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.<variant>]     kda_decode.sm90.bf16.sfp32.k128.vk
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ OPS = ROOT / "aot" / "ops"
 IO = ("fp32", "bf16", "fp16")
 STATE = ("", "fp32", "bf16")
 LAYOUT = ("", "vk", "kv")
+VARIANT = ("", "prep", "prep_gf32", "state", "scan", "carry")  # which of the kernels that a call of the op launches
 TOOLCHAINS = ("cute_dsl", "cutlass", "cpu")
 AXES = ("op", "arch", "io", "state", "k", "v", "layout", "variant")
 
@@ -41,13 +42,17 @@ class KernelSpec:
     arch: str
     io: str
     toolchain: str
-    compile: str  # cute_dsl: "module:function"; cutlass: path of the .cu; cpu: C++ symbol in namespace cula
+    compile: str  # cute_dsl: "module:function"; cutlass: "path.cu:entry", without an entry cula_<op>; cpu: C++ symbol in namespace cula
     params: str  # path of the params.def
     state: str = ""
     k: int = 0  # head_dim_k
     v: int = 0  # head_dim_v, 0: any
     layout: str = ""
-    variant: int = 0
+    variant: str = ""
+    defines: tuple[str, ...] = ()  # cutlass: macros beside that of io
+    block: tuple[int, ...] = ()  # cutlass: threads of a block that has no __launch_bounds__
+    dynamic_smem: int = 0  # cutlass: bytes of a launch
+    smem_carveout: int = 0  # percent of an SM's memory that is to be shared memory, 0: the driver's choice
     max_local_bytes: int = 0  # local memory per thread that a written exception allows
 
     @property
@@ -57,7 +62,7 @@ class KernelSpec:
         parts += [f"k{self.k}"] if self.k else []
         parts += [f"v{self.v}"] if self.v else []
         parts += [self.layout] if self.layout else []
-        parts += [f"x{self.variant}"] if self.variant else []
+        parts += [self.variant] if self.variant else []
         return ".".join(parts)
 
     @property
@@ -74,7 +79,7 @@ class KernelSpec:
 
 _ID = re.compile(
     r"(?P<op>[a-z0-9_]+)\.(?P<arch>[a-z0-9]+)\.(?P<io>fp32|bf16|fp16)(?:\.s(?P<state>fp32|bf16))?(?:\.k(?P<k>[1-9]\d*))?"
-    r"(?:\.v(?P<v>[1-9]\d*))?(?:\.(?P<layout>vk|kv))?(?:\.x(?P<variant>[1-9]\d*))?"
+    rf"(?:\.v(?P<v>[1-9]\d*))?(?:\.(?P<layout>vk|kv))?(?:\.(?P<variant>{'|'.join(VARIANT[1:])}))?"
 )
 
 
@@ -84,9 +89,9 @@ def parse_kernel_id(kernel_id: str) -> dict:
     For people and tests; programs read the fields in manifest.json."""
     match = _ID.fullmatch(kernel_id)
     if not match or match["arch"] not in ARCHS:
-        raise ValueError(f"{kernel_id!r} is no kernel id (op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.x<variant>])")
+        raise ValueError(f"{kernel_id!r} is no kernel id (op.arch.io[.s<state>][.k<k>][.v<v>][.<layout>][.<variant>])")
     axes = {name: match[name] or "" for name in AXES}
-    return axes | {name: int(axes[name] or 0) for name in ("k", "v", "variant")}
+    return axes | {name: int(axes[name] or 0) for name in ("k", "v")}
 
 
 class _Match:
@@ -133,6 +138,10 @@ class Route:
     toolchain: str
     compile: str
     params: str
+    defines: tuple[str, ...] = ()
+    block: tuple[int, ...] = ()
+    dynamic_smem: int = 0
+    smem_carveout: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class Expansion:
 
 def _check(matrix: OpMatrix) -> None:
     where = f"matrix of {matrix.family}"
-    closed = {"arch": tuple(ARCHS), "io": IO, "state": STATE, "layout": LAYOUT}
+    closed = {"arch": tuple(ARCHS), "io": IO, "state": STATE, "layout": LAYOUT, "variant": VARIANT}
     for axis, values in matrix.axes.items():
         if axis not in AXES:
             raise MatrixError(f"{where}: unknown axis {axis!r}; axes: {', '.join(AXES)}")
@@ -161,7 +170,7 @@ def _check(matrix: OpMatrix) -> None:
         for value in values:
             if axis in closed and value not in closed[axis]:
                 raise MatrixError(f"{where}: {axis} {value!r} does not exist; allowed: {', '.join(map(repr, closed[axis]))}")
-            if axis in ("k", "v", "variant") and not (isinstance(value, int) and value >= 0):
+            if axis in ("k", "v") and not (isinstance(value, int) and value >= 0):
                 raise MatrixError(f"{where}: {axis} {value!r} must be a non-negative integer")
     for axis in ("op", "arch", "io"):
         if axis not in matrix.axes:
@@ -189,8 +198,9 @@ def expand(matrix: OpMatrix) -> Expansion:
             raise MatrixError(f"{where}: arch {axes['arch']} has {len(routes)} routes; it must have one")
         route = routes[0]
         spec = KernelSpec(
-            family=matrix.family, toolchain=route.toolchain, compile=route.compile.format(**axes), params=route.params, **axes
-        )
+            family=matrix.family, toolchain=route.toolchain, compile=route.compile.format(**axes), params=route.params,
+            defines=route.defines, block=route.block, dynamic_smem=route.dynamic_smem, smem_carveout=route.smem_carveout, **axes,
+        )  # fmt: skip
         reasons = [entry.reason for entry in matrix.excluded if entry.matches(spec)]
         if reasons:
             excluded.append((spec, reasons[0]))

@@ -24,20 +24,25 @@ _MODULE_ID = re.compile(r"(_INTERNAL_|_GLOBAL__N__)[0-9a-f]{8}_(\d+_\w+?_cu)_[0-
 
 
 def source_files(compile_text: str, params: str, root: Path) -> list[Path]:
-    return sources.include_closure(root / compile_text, (root,)) + [root / params]
+    return sources.include_closure(root / compile_text.partition(":")[0], (root,)) + [root / params]
 
 
 def flags(spec: KernelSpec) -> list[str]:
     arch = ARCHS[spec.arch]
-    return [*FLAGS, f"-gencode=arch={arch.compute},code={arch.compute}", f"-DCULA_IO_{spec.io.upper()}"]
+    return [
+        *FLAGS,
+        f"-gencode=arch={arch.compute},code={arch.compute}",
+        f"-DCULA_IO_{spec.io.upper()}",
+        *(f"-D{name}" for name in spec.defines),
+    ]
 
 
 def entry(spec: KernelSpec) -> str:
-    return f"cula_{spec.op}"
+    return spec.compile.partition(":")[2] or f"cula_{spec.op}"
 
 
 def compile_kernel(spec: KernelSpec, root: Path, workdir: Path) -> Compiled:
-    source = root / spec.compile
+    source = root / spec.compile.partition(":")[0]
     ptx, cubin, depends = (workdir / f"kernel.{suffix}" for suffix in ("ptx", "cubin", "d"))
     run_tool(
         toolchain.nvcc(), *flags(spec), "-ccbin", toolchain.cxx().path, "-I", root, "-I", toolchain.cutlass_include(),
@@ -52,8 +57,8 @@ def compile_kernel(spec: KernelSpec, root: Path, workdir: Path) -> Compiled:
         {"kernel.cubin": cubin.read_bytes()},
         {
             "entry": entry(spec),
-            "block": None,  # the plan's choice within __launch_bounds__, which the cubin states
-            "max_dynamic_smem": 0,
+            "block": spec.block or None,  # None: the plan's choice within __launch_bounds__, which the cubin states
+            "max_dynamic_smem": spec.dynamic_smem,
             "spill_stores": max((int(stores) for stores, _ in spills), default=0),
             "spill_loads": max((int(loads) for _, loads in spills), default=0),
         },

@@ -25,6 +25,7 @@ _REQUIRED_BLOCK = 0x10  # 3 u32: required block shape
 _FRAME_SIZE = 0x11  # u32 symbol, u32 bytes of local memory a thread
 _PARAM = 0x17  # u32 index, u16 ordinal, u16 offset, u32 whose value >> 18 is the size
 _PARAM_BYTES = 0x19  # value: bytes of all parameters
+_REGISTER_CAP = 0x1B  # value: the most registers that the compiler may use, 255 unless __maxnreg__ or -maxrregcount says otherwise
 _REGISTERS = 0x2F  # u32 symbol, u32 registers a thread
 _TOOLKIT = 0x37  # u32: 130 is 13.0
 
@@ -51,6 +52,7 @@ class Kernel:
     param_base: int  # where the first parameter is in the constant bank
     required_block: tuple[int, int, int] | None  # the only block that may be launched
     max_block: tuple[int, int, int] | None  # from __launch_bounds__: x * y * z is the largest number of threads
+    register_cap: int = 255
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,15 @@ def _read(elf: Elf) -> CubinInfo:
         entry = section.name.removeprefix(".nv.info.")
         if elf.section(f".nv.constant0.{entry}") is None:
             continue  # a device function that is called, not a kernel
-        params, param_bytes, param_base, required, limit = [], 0, 0, None, None
+        params, param_bytes, param_base, required, limit, cap = [], 0, 0, None, None, 255
         for attribute, value, payload in _records(elf.bytes_of(section)):
             if attribute == _PARAM:
                 _, ordinal, offset, size = struct.unpack("<IHHI", payload)
                 params.append(Param(ordinal, offset, size >> 18))
             elif attribute == _PARAM_BYTES:
                 param_bytes = value
+            elif attribute == _REGISTER_CAP:
+                cap = value
             elif attribute == _PARAM_BANK:
                 _, param_base, _ = struct.unpack("<IHH", payload)
             elif attribute == _REQUIRED_BLOCK:
@@ -137,6 +141,7 @@ def _read(elf: Elf) -> CubinInfo:
             param_base=param_base,
             required_block=required,
             max_block=limit,
+            register_cap=cap,
         )
     if not kernels:
         raise CubinError("no kernel in it")

@@ -13,6 +13,7 @@ from aot.build import cache, host, toolchain
 from aot.build.built import BuiltKernel
 from aot.build.header import Header
 from aot.build.job import CompileError, run_tool
+from aot.matrix import VARIANT
 
 IO = {"fp32": "DType::f32", "bf16": "DType::bf16", "fp16": "DType::fp16"}
 LAYOUT = {"": "0", "vk": "CULA_STATE_VK", "kv": "CULA_STATE_KV"}
@@ -38,7 +39,16 @@ def table_order(kernels: list[BuiltKernel], header: Header) -> list[BuiltKernel]
         s = kernel.spec
         if s.op not in header.ops:
             raise LinkError(f"{s.kernel_id}: cula.h has no CULA_OP_{s.op.upper()}")
-        return (header.archs[s.arch], header.ops[s.op], dtype[s.io], dtype[s.state], ("", "vk", "kv").index(s.layout), s.variant, s.k, s.v)
+        return (
+            header.archs[s.arch],
+            header.ops[s.op],
+            dtype[s.io],
+            dtype[s.state],
+            ("", "vk", "kv").index(s.layout),
+            VARIANT.index(s.variant),
+            s.k,
+            s.v,
+        )
 
     return sorted(kernels, key=rank)
 
@@ -70,14 +80,14 @@ def table_source(kernels: list[BuiltKernel], header: Header, offsets: dict[str, 
         state = IO[s.state] if s.state else "DType::f32"  # 0, as for every axis that an op does not have
         key = (
             f"{{CULA_OP_{s.op.upper()}, CULA_ARCH_{s.arch.upper()}, uint8_t({IO[s.io]}), uint8_t({state}), "
-            f"{LAYOUT[s.layout]}, {s.variant}, {s.k}, {s.v}}}"
+            f"{LAYOUT[s.layout]}, Variant::{s.variant or 'none'}, {s.k}, {s.v}}}"
         )
         if s.is_gpu:
             where = f"kCubins + {offsets[s.kernel_id]}, {len(kernel.cubin)}"
-            numbers = f"{kernel.info.registers}, {kernel.info.static_smem}, {kernel.max_dynamic_smem}, nullptr"
+            numbers = f"{kernel.info.registers}, {kernel.info.static_smem}, {kernel.max_dynamic_smem}, {s.smem_carveout}, nullptr"
         else:
             symbols.append(s.compile)
-            where, numbers = "nullptr, 0", f"0, 0, 0, {s.compile}"
+            where, numbers = "nullptr, 0", f"0, 0, 0, 0, {s.compile}"
         rows.append(f'    {{{key}, "{s.kernel_id}", "{kernel.entry}", {where}, {name}, {len(kernel.declared)}, {numbers}}},')
 
     declared = {kernel.spec.params: kernel.declared for kernel in kernels}

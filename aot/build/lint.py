@@ -6,6 +6,8 @@ from aot.archs import ARCHS
 from aot.build.cubin_info import CubinInfo, Kernel
 from aot.build.params import Declared, compare_params
 
+REGISTERS = 65536  # of a multiprocessor
+
 
 def lint(
     *,
@@ -39,7 +41,10 @@ def lint(
     if kernel.required_block and threads and tuple(block) != kernel.required_block:
         problems.append(f"compiled for block {kernel.required_block}, but declared {tuple(block)}")
     limit = kernel.max_block or kernel.required_block
-    if limit is None:
+    if limit is None and kernel.register_cap < 255 and threads:  # __maxnreg__, which nvcc takes in the place of __launch_bounds__ only
+        if kernel.registers * threads > REGISTERS:
+            problems.append(f"{kernel.registers} registers of {threads} threads; a multiprocessor has {REGISTERS}")
+    elif limit is None:
         problems.append("no __launch_bounds__: the compiler had to assume 1024 threads")
     elif threads > limit[0] * limit[1] * limit[2]:
         problems.append(f"declared block {tuple(block)} has more threads than the {limit} it was compiled for")

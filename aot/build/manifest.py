@@ -49,7 +49,7 @@ def kernel_record(kernel: BuiltKernel) -> dict:
         "build_key": f"sha256:{kernel.key}",
         "cubin": {"file": cubin_path(kernel), "toolkit_version": kernel.toolkit, **_file(kernel.cubin)},
         "entry_symbol": kernel.entry,
-        "launch": {"block": list(kernel.block), "max_dynamic_smem": kernel.max_dynamic_smem},
+        "launch": {"block": list(kernel.block), "max_dynamic_smem": kernel.max_dynamic_smem, "smem_carveout": s.smem_carveout},
         "resources": {
             "registers": kernel.info.registers,
             "static_smem": kernel.info.static_smem,

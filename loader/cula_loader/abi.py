@@ -28,11 +28,12 @@ MAX_LAUNCHES, MAX_PARAMS, PARAM_BYTES, MAX_OBJECTS = 8, 64, 4096, 16
 STATUS = {"CULA_OK": 0, "CULA_ERR_INVALID_ARGUMENT": 1, "CULA_ERR_UNSUPPORTED": 2, "CULA_ERR_NOT_FOUND": 3,
           "CULA_ERR_ARTIFACT": 4, "CULA_ERR_VERSION": 5, "CULA_ERR_WORKSPACE": 6, "CULA_ERR_CUDA": 7,
           "CULA_ERR_OUT_OF_MEMORY": 8, "CULA_ERR_INTERNAL": 9}
-OPS = {"kda_decode": 1, "gdn_decode": 2, "gla_decode": 3, "lightning_decode": 4, "kda_gate": 16, "gdn_gate": 17, "l2norm": 18}
+OPS = {"kda_decode": 1, "gdn_decode": 2, "gla_decode": 3, "lightning_decode": 4, "kda_prefill": 8, "kda_gate": 16, "gdn_gate": 17, "l2norm": 18}
 ARCHS = {"device": 0, "cpu": 1, "sm90": 90, "sm100": 100, "sm103": 103, "sm120": 120}
 GATE_KINDS = {"none": 0, "log_head": 1, "log_channel": 2, "raw": 3, "const_head": 4}
 BETA_KINDS = {"value": 0, "logit": 1, "logit_twice": 2}
 STATE_LAYOUTS = {"vk": 0, "kv": 1}
+PREFILL_VARIANTS = {"auto": 0, "serial": 1, "overlap": 2}
 
 # DLPack (dlpack.h 1.3)
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
@@ -77,6 +78,15 @@ class DecodeArgs(Structure):
                 ("num_threads", c_int32), ("reserved0", c_int32)]
 
 
+class PrefillArgs(Structure):
+    TENSORS = ("q", "k", "v", "out", "gate", "A_log", "dt_bias", "beta", "cu_seqlens", "state", "state_out", "read_index", "write_index",
+               "checkpoints", "checkpoint_index")
+    _fields_ = [("struct_size", c_size_t), *((name, c_void_p) for name in TENSORS), ("null_slot", c_int64),
+                ("checkpoint_interval", c_int64), ("has_null_slot", c_int32), ("gate_kind", c_int32), ("beta_kind", c_int32),
+                ("state_layout", c_int32), ("l2norm", c_int32), ("has_scale", c_int32), ("scale", c_float), ("lower_bound", c_float),
+                ("variant", c_int32), ("segments", c_int32), ("num_threads", c_int32), ("reserved0", c_int32)]
+
+
 class GateArgs(Structure):
     TENSORS = ("x", "g", "A_log", "dt_bias", "beta", "beta_out")
     _fields_ = [("struct_size", c_size_t), *((name, c_void_p) for name in TENSORS), ("beta_kind", c_int32),
@@ -96,7 +106,7 @@ class Requirements(Structure):
 class KernelDesc(Structure):
     _fields_ = [("struct_size", c_size_t), ("id", c_char_p), ("entry_symbol", c_char_p), ("cubin", c_void_p),
                 ("cubin_bytes", c_size_t), ("param_sizes", c_void_p), ("op", c_int32), ("arch", c_int32), ("param_count", c_int32),
-                ("registers", c_int32), ("static_smem", c_int32), ("max_dynamic_smem", c_int32)]
+                ("registers", c_int32), ("static_smem", c_int32), ("max_dynamic_smem", c_int32), ("smem_carveout", c_int32)]
 
 
 class LaunchConfig(Structure):
@@ -128,7 +138,7 @@ class Launches(Structure):
 
 
 ARGS = {"kda_decode": DecodeArgs, "gdn_decode": DecodeArgs, "gla_decode": DecodeArgs, "lightning_decode": DecodeArgs,
-        "kda_gate": GateArgs, "gdn_gate": GateArgs, "l2norm": L2normArgs}
+        "kda_prefill": PrefillArgs, "kda_gate": GateArgs, "gdn_gate": GateArgs, "l2norm": L2normArgs}
 
 
 def size_of(struct: type[Structure]) -> int:

@@ -157,9 +157,13 @@ def _load(lib: Library, device: Gpu, index: int):
         _kernels[index] = kernel
     # Code is loaded lazily; asking for the function of the current context does it now rather than inside a capture.
     check(driver.cuKernelGetFunction(kernel), f"{info.id}: cuKernelGetFunction")
+    attributes = driver.CUfunction_attribute
     if info.max_dynamic_smem > _DEFAULT_SMEM:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuKernelSetAttribute(attribute, info.max_dynamic_smem, kernel, device.device), f"{info.id}: cuKernelSetAttribute")
+    if info.smem_carveout:
+        attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        check(driver.cuKernelSetAttribute(attribute, info.smem_carveout, kernel, device.device), f"{info.id}: cuKernelSetAttribute")
     # The CUkernel itself is launched: the driver takes its function of whatever context is current, green contexts included.
     return driver.CUfunction(int(kernel))
 

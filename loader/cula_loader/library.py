@@ -24,6 +24,7 @@ class KernelInfo:
     op: str
     arch: str
     max_dynamic_smem: int
+    smem_carveout: int
 
 
 class Library:
@@ -70,7 +71,7 @@ class Library:
         self.check(self.c.cula_kernel_info(index, byref(desc)))
         sizes = cast(desc.param_sizes, POINTER(c_uint16))[: desc.param_count] if desc.param_count else []
         return KernelInfo(desc.id.decode(), desc.entry_symbol.decode(), tuple(sizes), _name(abi.OPS, desc.op), _name(abi.ARCHS, desc.arch),
-                          desc.max_dynamic_smem)
+                          desc.max_dynamic_smem, desc.smem_carveout)
 
     def fast(self, name: str):
         """The function without argtypes: ctypes then passes prebuilt byref() and c_xxx objects on, 0.1 us less an argument."""

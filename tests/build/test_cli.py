@@ -30,7 +30,11 @@ def test_list_is_the_matrix():
 
 def test_list_filters():
     lines = run("list", "--arch", "sm90", "--op", "kda_*,l2norm", "--io", "bf16", "--toolchain", "cutlass").stdout.split()
-    assert lines == ["kda_gate.sm90.bf16", "l2norm.sm90.bf16"]
+    assert lines == [
+        "kda_gate.sm90.bf16",
+        *(f"kda_prefill.sm90.bf16.k128.v128.{name}" for name in ("prep", "prep_gf32")),
+        "l2norm.sm90.bf16",
+    ]
 
 
 def test_list_explains():

@@ -31,7 +31,7 @@ def test_a_build_makes_exactly_the_promised_files(built, capsys):
     manifest = json.loads((built / "artifacts/manifest.json").read_text())
     assert manifest["complete"] and manifest["archs"] == ["cpu", "sm90"]
     by_id = {kernel["id"]: kernel for kernel in manifest["kernels"]}
-    assert by_id["l2norm.sm90.bf16"]["launch"] == {"block": [128, 1, 1], "max_dynamic_smem": 0}
+    assert by_id["l2norm.sm90.bf16"]["launch"] == {"block": [128, 1, 1], "max_dynamic_smem": 0, "smem_carveout": 0}
     assert by_id["kda_decode.sm90.fp32.sfp32.k64.vk"]["launch"]["block"] == [64, 1, 1]
     assert by_id["l2norm.sm90.bf16"]["params"] == [
         {"name": "x", "kind": "ptr", "offset": 0, "size": 8}, {"name": "y", "kind": "ptr", "offset": 8, "size": 8},

@@ -8,7 +8,7 @@ from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t
 from tests.capi import standin
 
 OK, INVALID, UNSUPPORTED, NOT_FOUND, ARTIFACT, VERSION, WORKSPACE, CUDA, OUT_OF_MEMORY, INTERNAL = range(10)
-OPS = {**standin.DECODE_OPS, **standin.GATE_OPS}
+OPS = {**standin.DECODE_OPS, **standin.PREFILL_OPS, **standin.GATE_OPS}
 ARCHS = {"device": 0, "cpu": 1, "sm90": 90, "sm100": 100, "sm103": 103, "sm120": 120}
 CPU, GPU, CUDA_HOST, CUDA_MANAGED, ROCM = 1, 2, 3, 13, 10
 DTYPES = {"fp32": (2, 32), "bf16": (4, 16), "fp16": (2, 16), "i32": (0, 32), "i64": (0, 64), "fp64": (2, 64), "u8": (1, 8), "bool": (6, 8),
@@ -16,6 +16,7 @@ DTYPES = {"fp32": (2, 32), "bf16": (4, 16), "fp16": (2, 16), "i32": (0, 32), "i6
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "i32": 4, "i64": 8, "fp64": 8, "u8": 1, "bool": 1, "i16": 2}
 GATES = {"NONE": 0, "LOG_HEAD": 1, "LOG_CHANNEL": 2, "RAW": 3, "CONST_HEAD": 4}
 BETAS = {"VALUE": 0, "LOGIT": 1, "LOGIT_TWICE": 2}
+VARIANTS = {"AUTO": 0, "SERIAL": 1, "OVERLAP": 2}
 
 
 class DLTensor(ctypes.Structure):
@@ -27,6 +28,8 @@ class DLTensor(ctypes.Structure):
 T = POINTER(DLTensor)
 DECODE_TENSORS = ("q", "k", "v", "mixed_qkv", "out", "gate", "A_log", "dt_bias", "beta", "state", "state_out", "read_index",
                   "write_index")
+PREFILL_TENSORS = ("q", "k", "v", "out", "gate", "A_log", "dt_bias", "beta", "cu_seqlens", "state", "state_out", "read_index", "write_index",
+                   "checkpoints", "checkpoint_index")
 GATE_TENSORS = ("x", "g", "A_log", "dt_bias", "beta", "beta_out")
 NORM_TENSORS = ("x", "y", "rstd")
 
@@ -35,6 +38,13 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), *((name, T) for name in DECODE_TENSORS), ("null_slot", c_int64), ("has_null_slot", c_int32),
                 ("gate_kind", c_int32), ("beta_kind", c_int32), ("state_layout", c_int32), ("l2norm", c_int32), ("has_scale", c_int32),
                 ("scale", c_float), ("lower_bound", c_float), ("num_threads", c_int32), ("reserved0", c_int32)]
+
+
+class PrefillArgs(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), *((name, T) for name in PREFILL_TENSORS), ("null_slot", c_int64), ("checkpoint_interval", c_int64),
+                ("has_null_slot", c_int32), ("gate_kind", c_int32), ("beta_kind", c_int32), ("state_layout", c_int32), ("l2norm", c_int32),
+                ("has_scale", c_int32), ("scale", c_float), ("lower_bound", c_float), ("variant", c_int32), ("segments", c_int32),
+                ("num_threads", c_int32), ("reserved0", c_int32)]
 
 
 class GateArgs(ctypes.Structure):
@@ -54,7 +64,7 @@ class Requirements(ctypes.Structure):
 class KernelDesc(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("id", c_char_p), ("entry_symbol", c_char_p), ("cubin", c_void_p), ("cubin_bytes", c_size_t),
                 ("param_sizes", POINTER(c_uint16)), ("op", c_int32), ("arch", c_int32), ("param_count", c_int32), ("registers", c_int32),
-                ("static_smem", c_int32), ("max_dynamic_smem", c_int32)]
+                ("static_smem", c_int32), ("max_dynamic_smem", c_int32), ("smem_carveout", c_int32)]
 
 
 class LaunchConfig(ctypes.Structure):
@@ -81,10 +91,10 @@ class Launches(ctypes.Structure):
                 ("storage", c_uint64 * 512)]
 
 
-STRUCTS = {"cula_decode_args": DecodeArgs, "cula_gate_args": GateArgs, "cula_l2norm_args": NormArgs, "cula_requirements": Requirements,
+STRUCTS = {"cula_decode_args": DecodeArgs, "cula_prefill_args": PrefillArgs, "cula_gate_args": GateArgs, "cula_l2norm_args": NormArgs, "cula_requirements": Requirements,
            "cula_kernel_desc": KernelDesc, "cula_launch_config": LaunchConfig, "cula_launch_attribute": LaunchAttribute,
            "cula_launch": Launch, "cula_launches": Launches}
-ARGS = {**dict.fromkeys(standin.DECODE_OPS, DecodeArgs), "kda_gate": GateArgs, "gdn_gate": GateArgs, "l2norm": NormArgs}
+ARGS = {**dict.fromkeys(standin.DECODE_OPS, DecodeArgs), "kda_prefill": PrefillArgs, "kda_gate": GateArgs, "gdn_gate": GateArgs, "l2norm": NormArgs}
 FUNCTIONS = {
     "cula_version": (c_uint32, []),
     "cula_build_info": (c_char_p, []),
@@ -177,17 +187,17 @@ class Call:
         r.arch, r.sm_count = ARCHS.get(arch, arch), sm_count
         return lib.cula_query(OPS[self.op], byref(self.args), byref(r)), r
 
-    def bind(self, lib, arch="sm90", sm_count=0, stream=0x1234):
+    def bind(self, lib, arch="sm90", sm_count=0, stream=0x1234, workspace=None, bytes=0):
         b = sized(Launches)
         b.arch, b.sm_count, b.stream = ARCHS.get(arch, arch), sm_count, stream
-        return lib.cula_bind(OPS[self.op], byref(self.args), None, 0, byref(b)), b
+        return lib.cula_bind(OPS[self.op], byref(self.args), workspace, bytes, byref(b)), b
 
-    def run(self, lib, stream=None):
-        return lib.cula_run(OPS[self.op], byref(self.args), None, 0, stream)
+    def run(self, lib, stream=None, workspace=None, bytes=0):
+        return lib.cula_run(OPS[self.op], byref(self.args), workspace, bytes, stream)
 
 
 def launch_params(op: str, launch: Launch) -> dict:
-    """The parameter values of a launch by name, `modes` unpacked into 'mode.<name>'."""
+    """op: a kernel id, or for ops of one kernel the op's name. The parameter values of a launch by name, `modes` unpacked into 'mode.<name>'."""
     family = standin.family_of(op)
     kinds = {"ptr": c_uint64, "i64": c_int64, "i32": c_int32, "f32": c_float}
     names = standin.params(family)

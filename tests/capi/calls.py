@@ -39,6 +39,28 @@ def decode(op="kda_decode", n=4, h=2, hv=4, k=128, v=128, io="bf16", state="fp32
     return Call(op, x, **fields)
 
 
+def prefill(b=2, t=100, h=2, hv=4, k=128, v=128, io="bf16", state="fp32", layout="vk", gate="LOG_CHANNEL", gate_dtype="bf16", beta="VALUE", cu=None,
+            packed=False, slots=None, pools=True, device=(GPU, 0), **fields) -> Call:
+    """cu: dtype of cu_seqlens, with which there are b sequences in a row of t tokens; packed: no B then. pools: state and state_out.
+    More fields go into the struct."""
+    lead = [b, t] if cu is None else [t] if packed else [1, t]
+
+    def tokens(tail, dtype):
+        return tensor([*lead, *tail], dtype, device=device)
+
+    x = {"q": tokens([h, k], io), "k": tokens([h, k], io), "v": tokens([hv, v], io), "out": tokens([hv, v], io), "gate": tokens([hv, k], gate_dtype),
+         "beta": tokens([hv], "fp32")}
+    if gate == "RAW":
+        x["A_log"], x["dt_bias"] = tensor([hv], "fp32", device=device), tensor([hv, k], "fp32", device=device)
+    if cu:
+        x["cu_seqlens"] = tensor([b + 1], cu, device=device)
+    if pools:
+        shape = [b if slots is None else slots, hv, *([v, k] if layout == "vk" else [k, v])]
+        x["state"], x["state_out"] = tensor(shape, state, device=device), tensor(shape, state, device=device)
+    fields = {"gate_kind": GATES[gate], "beta_kind": BETAS[beta], "state_layout": 0 if layout == "vk" else 1, **fields}
+    return Call("kda_prefill", x, **fields)
+
+
 def gate(op="kda_gate", shape=(5, 4, 128), io="bf16", g="fp32", beta=False, device=(GPU, 0), params=True, **fields) -> Call:
     shape = list(shape)
     hv = shape[-2] if op == "kda_gate" else shape[-1]
@@ -62,6 +84,6 @@ def l2norm(shape=(5, 4, 128), io="bf16", y="bf16", rstd=False, device=(GPU, 0), 
 
 VALID = {
     "kda_decode": decode, "gdn_decode": lambda: decode("gdn_decode"), "gla_decode": lambda: decode("gla_decode"),
-    "lightning_decode": lambda: decode("lightning_decode"), "kda_gate": gate, "gdn_gate": lambda: gate("gdn_gate", (5, 64)),
+    "lightning_decode": lambda: decode("lightning_decode"), "kda_prefill": prefill, "kda_gate": gate, "gdn_gate": lambda: gate("gdn_gate", (5, 64)),
     "l2norm": l2norm,
 }  # fmt: skip

@@ -18,10 +18,17 @@ if fake:
     fake.fake_log.restype = ctypes.c_char_p
     fake.fake_push.argtypes = [ctypes.c_size_t]
     for number, (_, kernel) in enumerate(standin.table_rows()):
-        of = [standin.KIND_SIZE[kind] for _, kind in standin.params(standin.family_of(kernel.split(".")[0]))]
+        of = [standin.KIND_SIZE[kind] for _, kind in standin.params(standin.family_of(kernel))]
         fake.fake_params(number, len(of), (ctypes.c_uint16 * len(of))(*of))
 ROWS = {name: row for row, (_, name) in enumerate(standin.table_rows())}
 SM90 = [row for name, row in ROWS.items() if ".sm90." in name]
+
+
+def attributes_of(name: str, row: int) -> list[str]:
+    """What a kernel is prepared with: shared memory above 48 KB is opted into, and prefill kernels are to run side by side."""
+    if "_prefill." in name:
+        return [f"8 = {standin.PREFILL_SMEM[name.split('.')[-1]]} of {row} on 0", f"9 = 100 of {row} on 0"]
+    return [f"8 = {110 * 1024} of {row} on 0"] if "_decode." in name and name.endswith(".vk") else []
 
 
 def log():
@@ -61,7 +68,7 @@ def prepare_without_a_context():
     assert fake.fake_depth() == 0 and fake.fake_mode() == 0 and fake.fake_retained(0) == 1
     assert [int(x) for x in calls(lines, "cuLibraryLoadData")] == SM90
     assert calls(lines, "cuKernelGetFunction") == [f"{row} in 0x1000, mode 2" for row in SM90]
-    assert calls(lines, "cuKernelSetAttribute") == [f"8 = {110 * 1024} of {row} on 0" for name, row in ROWS.items() if "_decode.sm90" in name and name.endswith(".vk")]
+    assert calls(lines, "cuKernelSetAttribute") == [line for name, row in ROWS.items() if ".sm90." in name for line in attributes_of(name, row)]
     assert calls(lines, "cuThreadExchangeStreamCaptureMode") == ["2", "0"]
     assert lines.count("cuInit") == 1 and fake.fake_loaded() == len(SM90)
     # again: loads nothing, makes sure of the functions
@@ -210,7 +217,8 @@ def threads_prepare_once():
     [t.join() for t in threads]
     assert statuses == [OK] * 32
     lines = log()
-    assert len(calls(lines, "cuLibraryLoadData")) == 2 * len(SM90) and lines.count("cuInit") == 1
+    sm120 = [name for name in ROWS if ".sm120." in name]
+    assert len(calls(lines, "cuLibraryLoadData")) == len(SM90) + len(sm120) and lines.count("cuInit") == 1
     launches = calls(lines, "cuLaunchKernelEx")
     assert len(launches) == 16
     for i in range(16):

@@ -1,6 +1,6 @@
 """Builds libcula.so's C++ with a stand-in kernel table: no compiled kernel is needed, and every launch can be looked at.
 
-The table has cpu, sm90 and sm120 rows for every op (so sm100 and sm103 are archs that are not built). Its CPU kernels record
+The table has cpu, sm90 and sm120 rows for every op (so sm100 and sm103 are archs that are not built); prefill has those of its matrix. Its CPU kernels record
 what they were called with; its cubins are 64 bytes that hold the row's number, which the fake driver of test_driver reads back.
 The library is cached in build/tests/capi by the contents of all sources, so a stale one cannot be tested.
 
@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 SOURCES = [
     *sorted(ROOT.glob("aot/capi/src/*.cpp")),
-    *sorted(ROOT.glob("aot/ops/decode/plan*.cpp")), *sorted(ROOT.glob("aot/ops/gates/plan*.cpp")),
+    *sorted(ROOT.glob("aot/ops/*/plan*.cpp")),
     ROOT / "aot/common/cpu/parallel.cpp", ROOT / "aot/common/cpu/cpu_count.cpp", HERE / "hooks.cpp",
 ]  # fmt: skip
 HEADERS = [
     *ROOT.glob("aot/capi/include/*.h"), *ROOT.glob("aot/capi/src/*.h"), *ROOT.glob("aot/capi/src/*.inc"),
-    *ROOT.glob("aot/ops/decode/*.h"), *ROOT.glob("aot/ops/decode/*.def"), *ROOT.glob("aot/ops/gates/*.def"), *ROOT.glob("aot/common/cpu/*.h"),
+    *ROOT.glob("aot/ops/*/*.h"), *ROOT.glob("aot/ops/*/*.def"), *ROOT.glob("aot/common/cpu/*.h"),
 ]  # fmt: skip
 SANITIZE = bool(os.environ.get("CULA_TEST_SANITIZE"))
 FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
@@ -38,7 +38,10 @@ if SANITIZE:
 
 ARCHS = {"cpu": 1, "sm90": 90, "sm120": 120}
 DECODE_OPS = {"kda_decode": 1, "gdn_decode": 2, "gla_decode": 3, "lightning_decode": 4}
+PREFILL_OPS = {"kda_prefill": 8}
 GATE_OPS = {"kda_gate": 16, "gdn_gate": 17, "l2norm": 18}
+VARIANT = ("none", "prep", "prep_gf32", "state", "scan", "carry")
+PREFILL_SMEM = {"prep": 60416, "prep_gf32": 60416, "state": 107648, "scan": 107648, "carry": 135168}
 IO = {"fp32": 0, "bf16": 1, "fp16": 2}
 STATE = {"fp32": 0, "bf16": 1}
 LAYOUT = {"vk": 0, "kv": 1}
@@ -46,6 +49,9 @@ DEFS = {
     "decode": ROOT / "aot/ops/decode/params.def",
     "gate": ROOT / "aot/ops/gates/params_gate.def",
     "l2norm": ROOT / "aot/ops/gates/params_l2norm.def",
+    "prep": ROOT / "aot/ops/chunk/params_prep.def",
+    "state": ROOT / "aot/ops/chunk/params_state.def",
+    "carry": ROOT / "aot/ops/chunk/params_carry.def",
 }
 KIND_SIZE = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
@@ -62,7 +68,11 @@ def modes(family: str) -> dict[str, tuple[int, int]]:
     return {name: (int(shift), int(bits)) for name, shift, bits in found}
 
 
-def family_of(op: str) -> str:
+def family_of(kernel_id: str) -> str:
+    """Whose parameters a kernel takes: a name of DEFS. For ops of one kernel the op's name will do."""
+    op, last = kernel_id.split(".")[0], kernel_id.split(".")[-1]
+    if op in PREFILL_OPS:
+        return {"prep_gf32": "prep", "scan": "state"}.get(last, last)
     return "decode" if op in DECODE_OPS else "l2norm" if op == "l2norm" else "gate"
 
 
@@ -97,6 +107,13 @@ def table_rows() -> list[tuple[tuple, str]]:
                     for layout, lay in LAYOUT.items():
                         for k in (64, 128, 256):
                             rows.append(((a, o, i, s, lay, 0, k, 0), f"{op}.{arch}.{io}.s{state}.k{k}.{layout}"))
+        if arch == "sm90":
+            name = "kda_prefill.sm90"
+            for io in ("bf16", "fp16"):
+                rows += [((a, 8, IO[io], 0, 0, code, 128, 128), f"{name}.{io}.k128.v128.{VARIANT[code]}") for code in (1, 2)]
+                rows += [((a, 8, IO[io], s, lay, code, 128, 128), f"{name}.{io}.s{state}.k128.v128.{layout}.{VARIANT[code]}")
+                         for state, s in STATE.items() for layout, lay in LAYOUT.items() for code in (3, 4)]
+            rows.append(((a, 8, 0, 0, 0, 5, 128, 128), f"{name}.fp32.k128.v128.carry"))
         for op, o in GATE_OPS.items():
             rows += [((a, o, i, 0, 0, 0, 0, 0), f"{op}.{arch}.{io}") for io, i in IO.items()]
     return sorted(rows)
@@ -108,15 +125,15 @@ def table_source() -> str:
     )
     rows, cubins = [], []
     for index, ((arch, op, io, state, layout, variant, k, v), kernel_id) in enumerate(table_rows()):
-        family = family_of(kernel_id.split(".")[0])
-        smem = 110 * 1024 if family == "decode" and arch == 90 and layout == 0 else 0
+        family = family_of(kernel_id)
+        smem = 110 * 1024 if family == "decode" and arch == 90 and layout == 0 else PREFILL_SMEM.get(VARIANT[variant], 0)
         cubins.append(f"{{{index & 255}, {index >> 8}}}")
         gpu = arch != 1
         where = f"kCubins[{index}], 64" if gpu else "nullptr, 0"
         entry, cpu = (f"entry_{index}", "nullptr") if gpu else ("", f"record<{index}>")
         rows.append(
-            f'{{{{{op}, {arch}, {io}, {state}, {layout}, {variant}, {k}, {v}}}, "{kernel_id}", "{entry}", {where}, kSizes_{family}, '
-            f"{len(params(family))}, 32, 0, {smem}, {cpu}}},"
+            f'{{{{{op}, {arch}, {io}, {state}, {layout}, Variant::{VARIANT[variant]}, {k}, {v}}}, "{kernel_id}", "{entry}", {where}, kSizes_{family}, '
+            f"{len(params(family))}, 32, 0, {smem}, {100 if variant else 0}, {cpu}}},"
         )
     newline = "\n"
     return f"""#include "kernel_table.h"

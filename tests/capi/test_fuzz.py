@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.capi import abi, standin
-from tests.capi.abi import INVALID, NOT_FOUND, OK, UNSUPPORTED, VERSION
+from tests.capi.abi import INVALID, NOT_FOUND, OK, UNSUPPORTED, VERSION, WORKSPACE
 from tests.capi.calls import VALID, decode
 from tests.capi.test_run_cpu import to_host
 
@@ -46,7 +46,9 @@ def everything(lib, call, arch, sm_count=0):
     r, b = abi.sized(abi.Requirements), abi.sized(abi.Launches)
     r.arch, r.sm_count, b.arch, b.sm_count = arch, sm_count, arch, sm_count
     status = lib.cula_query(abi.OPS[call.op], byref(call.args), byref(r))
-    bound = lib.cula_bind(abi.OPS[call.op], byref(call.args), None, 0, byref(b))
+    if status == OK and r.workspace_bytes:
+        assert lib.cula_bind(abi.OPS[call.op], byref(call.args), 0x1000, r.workspace_bytes - 1, byref(b)) == WORKSPACE
+    bound = lib.cula_bind(abi.OPS[call.op], byref(call.args), 0x1000, r.workspace_bytes, byref(b))
     message = abi.last_error(lib)
     assert bound == status or (status == OK and bound == UNSUPPORTED and "use cula_run for CPU tensors" in message)
     if status == OK:
@@ -56,7 +58,7 @@ def everything(lib, call, arch, sm_count=0):
         for launch in b.launch[: b.count]:
             grid = launch.config.grid
             assert 1 <= grid[0] < 2**31 and 1 <= grid[1] <= 65535 and 1 <= grid[2] <= 65535 and 32 <= launch.config.block[0] <= 1024
-            abi.launch_params(call.op, launch)
+            abi.launch_params(abi.kernel_id(lib, launch.kernel), launch)
     return status
 
 

@@ -70,6 +70,7 @@ def test_every_versioned_struct_has_a_size_macro():
 def test_enumerators(tmp_path):
     """The numbers of the mirror; and frozen ones stay what they are."""
     want = {f"CULA_GATE_{name}": value for name, value in abi.GATES.items()} | {f"CULA_BETA_{name}": value for name, value in abi.BETAS.items()}
+    want |= {f"CULA_PREFILL_{name}": value for name, value in abi.VARIANTS.items()}
     want |= {f"CULA_ARCH_{name.upper()}": value for name, value in abi.ARCHS.items()} | {f"CULA_OP_{name.upper()}": value for name, value in abi.OPS.items()}
     want |= dict(CULA_OK=0, CULA_ERR_INVALID_ARGUMENT=1, CULA_ERR_UNSUPPORTED=2, CULA_ERR_NOT_FOUND=3, CULA_ERR_ARTIFACT=4, CULA_ERR_VERSION=5,
                  CULA_ERR_WORKSPACE=6, CULA_ERR_CUDA=7, CULA_ERR_OUT_OF_MEMORY=8, CULA_ERR_INTERNAL=9, CULA_STATE_VK=0, CULA_STATE_KV=1,
@@ -91,7 +92,8 @@ def test_launch_structs_are_those_of_the_driver(tmp_path):
         "kErrorUnsupportedPtxVersion": "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "kErrorInvalidSource": "CUDA_ERROR_INVALID_SOURCE",
         "kErrorNotFound": "CUDA_ERROR_NOT_FOUND", "kAttributeMultiprocessors": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
         "kAttributeMajor": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR", "kAttributeMinor": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
-        "kMaxDynamicSharedSize": "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "kClusterDimension": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
+        "kMaxDynamicSharedSize": "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
+        "kPreferredSharedCarveout": "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", "kClusterDimension": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
         "kProgrammaticStreamSerialization": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", "kCaptureRelaxed": "CU_STREAM_CAPTURE_MODE_RELAXED",
     }  # fmt: skip
     checks += [f"static_assert(cula::driver::{ours} == static_cast<int>({theirs}));" for ours, theirs in numbers.items()]

@@ -58,7 +58,8 @@ def test_cpu_handler_makes_the_call_of_cula_run(lib, name):
 
 
 def test_every_op_is_covered():
-    assert {make().op for make, _, _ in CALLS.values()} == set(VALID)
+    """Prefill has no CPU kernel; on_cuda has it."""
+    assert {make().op for make, _, _ in CALLS.values()} == set(VALID) - {"kda_prefill"}
 
 
 def test_separate_result_pool(lib):

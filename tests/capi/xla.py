@@ -55,7 +55,7 @@ def call(lib, handler: str, made: abi.Call, results: tuple[str, ...], in_place: 
          attributes=7, op_dtype=S32, edit=None) -> tuple[int, str]:
     """The call `made` as a custom call. results: its fields that are results; in_place: an operand that is also a result.
     edit: changes the Call before it is made. Returns (XLA_FFI_Error_Code, message)."""
-    order = abi.DECODE_TENSORS if made.op in standin.DECODE_OPS else abi.NORM_TENSORS if made.op == "l2norm" else abi.GATE_TENSORS
+    order = abi.DECODE_TENSORS if made.op in standin.DECODE_OPS else abi.PREFILL_TENSORS if made.op in standin.PREFILL_OPS else abi.NORM_TENSORS if made.op == "l2norm" else abi.GATE_TENSORS
     arguments = [name for name in made.tensors if name not in results]
     outputs = [name for name in made.tensors if name in results] + ([in_place] if in_place else [])
     buffers = (Buffer * 32)()

@@ -26,6 +26,7 @@ STRUCTS = {
     abi.ExchangeAPI: ("DLPackExchangeAPI", {"major": "header.version.major", "minor": "header.version.minor",
                                             "prev_api": "header.prev_api"}, False),
     abi.DecodeArgs: ("cula_decode_args", {}, True),
+    abi.PrefillArgs: ("cula_prefill_args", {}, True),
     abi.GateArgs: ("cula_gate_args", {}, True),
     abi.L2normArgs: ("cula_l2norm_args", {}, True),
     abi.Requirements: ("cula_requirements", {}, True),
@@ -74,7 +75,7 @@ def test_layout(struct, compiled):
     assert here == {key: compiled[key] for key in here}
 
 
-@pytest.mark.parametrize("struct", [abi.DecodeArgs, abi.GateArgs, abi.L2normArgs, abi.Requirements, abi.KernelDesc, abi.Launches,
+@pytest.mark.parametrize("struct", [abi.DecodeArgs, abi.PrefillArgs, abi.GateArgs, abi.L2normArgs, abi.Requirements, abi.KernelDesc, abi.Launches,
                                     abi.LaunchConfig, abi.Launch], ids=lambda s: s.__name__)
 def test_fields_are_those_of_the_header(struct, header_text):
     """A field that the header has and ctypes does not would pass the layout test if it were the last."""
@@ -87,7 +88,8 @@ def test_fields_are_those_of_the_header(struct, header_text):
 @pytest.mark.parametrize(("table", "prefix", "names"), [
     (abi.STATUS, "", lambda n: n), (abi.OPS, "CULA_OP_", str.upper), (abi.ARCHS, "CULA_ARCH_", str.upper),
     (abi.GATE_KINDS, "CULA_GATE_", str.upper), (abi.BETA_KINDS, "CULA_BETA_", str.upper), (abi.STATE_LAYOUTS, "CULA_STATE_", str.upper),
-], ids=["status", "op", "arch", "gate_kind", "beta_kind", "state_layout"])
+    (abi.PREFILL_VARIANTS, "CULA_PREFILL_", str.upper),
+], ids=["status", "op", "arch", "gate_kind", "beta_kind", "state_layout", "prefill_variant"])
 def test_enums(table, prefix, names, header_text):
     pattern = prefix + r"\w+" if prefix else r"CULA_(?:OK|ERR_\w+)"
     theirs = {name: int(value) for name, value in re.findall(rf"\b({pattern}) = (\d+)", header_text)}

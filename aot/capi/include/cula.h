@@ -201,7 +201,7 @@ typedef struct cula_decode_args {
  * read, and their rows of out are not written. Precondition, not checked: 0 <= cu_seqlens[n] <= cu_seqlens[n+1] <= T.
  *
  * Token and head strides are free, in elements; the last stride of q, k, v, out and the gate is 1. On a GPU rows of v and out must be
- * 16-byte aligned and rows of q, k and gate aligned to 4 elements, else UNSUPPORTED.
+ * 16-byte aligned and rows of q, k and gate aligned to 4 elements, and so a float32 dt_bias, else UNSUPPORTED.
  *
  * Slots. Sequence n starts from slot read_index[n] of `state` and its final state goes to slot write_index[n] of `state_out`. An index
  * is void when it is negative, or not below the number of slots, or null_slot with has_null_slot: a void read starts from zero, a void
@@ -298,7 +298,7 @@ typedef struct cula_l2norm_args {
 #define CULA_SIZEOF_cula_gate_args CULA_SIZE_THROUGH(cula_gate_args, reserved0)
 #define CULA_SIZEOF_cula_l2norm_args CULA_SIZE_THROUGH(cula_l2norm_args, num_threads)
 #define CULA_SIZEOF_cula_requirements CULA_SIZE_THROUGH(cula_requirements, kernels)
-#define CULA_SIZEOF_cula_kernel_desc CULA_SIZE_THROUGH(cula_kernel_desc, max_dynamic_smem)
+#define CULA_SIZEOF_cula_kernel_desc CULA_SIZE_THROUGH(cula_kernel_desc, smem_carveout)
 #define CULA_SIZEOF_cula_launches CULA_SIZE_THROUGH(cula_launches, storage)
 
 /* -------------------------------------------------------------------------------------------------- descriptions */
@@ -329,6 +329,8 @@ typedef struct cula_kernel_desc {
   int32_t registers;
   int32_t static_smem;
   int32_t max_dynamic_smem;  /* largest dynamic shared memory that a plan asks for; above 48 KB it must be opted into */
+  int32_t smem_carveout;     /* percent of a multiprocessor's memory to prefer as shared memory, as the driver's attribute of
+                                functions takes it; 0: leave it. Without it kernels that fit side by side do not run so */
 } cula_kernel_desc;
 
 /* Bit-compatible with CUlaunchConfig of cuda.h (CUDA 12 and 13), so that a binding can hand its address to the driver. */

@@ -97,8 +97,8 @@ int32_t cula_kernel_count(void) noexcept { return kKernelCount; }
 
 cula_status cula_kernel_info(int32_t index, cula_kernel_desc* desc) noexcept {
   CULA_API_BEGIN
-  constexpr size_t kSize = CULA_SIZEOF(cula_kernel_desc);
-  CULA_TRY(check_struct("cula_kernel_info", "cula_kernel_desc", desc, kSize, kSize));
+  constexpr size_t kSize = CULA_SIZEOF(cula_kernel_desc), kFirstSize = CULA_SIZE_THROUGH(cula_kernel_desc, max_dynamic_smem);
+  CULA_TRY(check_struct("cula_kernel_info", "cula_kernel_desc", desc, kFirstSize, kSize));
   if (index < 0 || index >= kKernelCount) {
     return fail(CULA_ERR_NOT_FOUND, "cula_kernel_info: there is no kernel %d; this library has %d", index, kKernelCount);
   }
@@ -115,6 +115,7 @@ cula_status cula_kernel_info(int32_t index, cula_kernel_desc* desc) noexcept {
   out.registers = row.registers;
   out.static_smem = row.static_smem;
   out.max_dynamic_smem = row.max_dynamic_smem;
+  out.smem_carveout = row.smem_carveout;
   write_struct(out, kSize, desc);
   return CULA_OK;
   CULA_API_END("cula_kernel_info")

@@ -165,6 +165,11 @@ class Loader {
           return load_error(api_, r, "cuKernelSetAttribute", row.id);
         }
       }
+      if (row.smem_carveout > 0) {
+        if (const Result r = api_.kernel_set_attribute(kPreferredSharedCarveout, row.smem_carveout, kernels_[i], device_)) {
+          return load_error(api_, r, "cuKernelSetAttribute", row.id);
+        }
+      }
     }
     return CULA_OK;
   }

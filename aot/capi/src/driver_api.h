@@ -19,7 +19,7 @@ constexpr Result kSuccess = 0, kErrorInvalidValue = 1, kErrorOutOfMemory = 2, kE
                  kErrorNoBinaryForGpu = 209, kErrorInvalidPtx = 218, kErrorUnsupportedPtxVersion = 222, kErrorInvalidSource = 300,
                  kErrorNotFound = 500;
 constexpr int kAttributeMultiprocessors = 16, kAttributeMajor = 75, kAttributeMinor = 76;  // CUdevice_attribute
-constexpr int kMaxDynamicSharedSize = 8;                                                   // CUfunction_attribute
+constexpr int kMaxDynamicSharedSize = 8, kPreferredSharedCarveout = 9;                     // CUfunction_attribute
 constexpr int kClusterDimension = 4, kProgrammaticStreamSerialization = 6;                 // CUlaunchAttributeID
 constexpr int kCaptureRelaxed = 2;                                                         // CUstreamCaptureMode
 

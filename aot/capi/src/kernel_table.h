@@ -8,6 +8,9 @@ namespace cula {
 // Codes shared by the matrix (aot/matrix.py), the params.def files and the table. Never renumber.
 enum class DType : uint8_t { f32 = 0, bf16 = 1, fp16 = 2, none = 3 };
 
+// Which of the kernels that a call launches, for ops that launch several. Order as in aot/matrix.py.
+enum class Variant : uint8_t { none, prep, prep_gf32, state, scan, carry };
+
 // What picks a kernel. Axes that an op does not have are 0.
 struct KernelKey {
   int32_t op;       // cula_op
@@ -15,7 +18,7 @@ struct KernelKey {
   uint8_t io;       // DType
   uint8_t state;    // DType
   uint8_t layout;   // cula_state_layout
-  uint8_t variant;  // op-specific
+  Variant variant;
   uint16_t k;
   uint16_t v;
 };
@@ -34,6 +37,7 @@ struct KernelRow {
   int16_t registers;
   int32_t static_smem;
   int32_t max_dynamic_smem;
+  int32_t smem_carveout;       // percent, 0: the driver's choice
   CpuKernel cpu;               // CPU only
 };
 

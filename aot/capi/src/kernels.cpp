@@ -25,7 +25,7 @@ Rank rank(const KernelKey& k) noexcept {
 enum Axis { kArch, kIo, kState, kLayout, kVariant, kDimK, kDimV, kAxes };
 
 int32_t value(const KernelKey& k, int axis) noexcept {
-  const int32_t values[kAxes] = {k.arch, k.io, k.state, k.layout, k.variant, k.k, k.v};
+  const int32_t values[kAxes] = {k.arch, k.io, k.state, k.layout, static_cast<int32_t>(k.variant), k.k, k.v};
   return values[axis];
 }
 
@@ -44,6 +44,7 @@ const char* axis_word(int axis, int32_t value) noexcept {
     case kIo:
     case kState: return dtype_name(static_cast<DType>(value));
     case kLayout: return layout_name(value);
+    case kVariant: return variant_name(static_cast<Variant>(value));
     default: return nullptr;
   }
 }

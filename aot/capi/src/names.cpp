@@ -37,6 +37,12 @@ const char* dtype_name(DType dtype) noexcept {
   return name != nullptr ? name : "?";
 }
 
+const char* variant_name(Variant variant) noexcept {
+  static constexpr const char* kNames[] = {"", "prep", "prep_gf32", "state", "scan", "carry"};
+  const char* name = at(kNames, static_cast<int32_t>(variant));
+  return name != nullptr ? name : "?";
+}
+
 const char* gate_kind_name(int32_t kind) noexcept {
   static constexpr const char* kNames[] = {"NONE", "LOG_HEAD", "LOG_CHANNEL", "RAW", "CONST_HEAD"};
   return at(kNames, kind);

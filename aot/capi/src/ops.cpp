@@ -13,12 +13,13 @@ constexpr Op kOps[] = {
     CULA_OP_ROW(CULA_OP_GDN_DECODE, "gdn_decode", cula_decode_args, write_index, plan_decode),
     CULA_OP_ROW(CULA_OP_GLA_DECODE, "gla_decode", cula_decode_args, write_index, plan_decode),
     CULA_OP_ROW(CULA_OP_LIGHTNING_DECODE, "lightning_decode", cula_decode_args, write_index, plan_decode),
+    CULA_OP_ROW(CULA_OP_KDA_PREFILL, "kda_prefill", cula_prefill_args, checkpoint_index, plan_prefill),
     CULA_OP_ROW(CULA_OP_KDA_GATE, "kda_gate", cula_gate_args, beta_out, plan_gate),
     CULA_OP_ROW(CULA_OP_GDN_GATE, "gdn_gate", cula_gate_args, beta_out, plan_gate),
     CULA_OP_ROW(CULA_OP_L2NORM, "l2norm", cula_l2norm_args, rstd, plan_l2norm),
 };
 
-static_assert(sizeof(cula_decode_args) <= kMaxArgsSize && sizeof(cula_gate_args) <= kMaxArgsSize && sizeof(cula_l2norm_args) <= kMaxArgsSize);
+static_assert(sizeof(cula_decode_args) <= kMaxArgsSize && sizeof(cula_prefill_args) <= kMaxArgsSize && sizeof(cula_gate_args) <= kMaxArgsSize && sizeof(cula_l2norm_args) <= kMaxArgsSize);
 
 }  // namespace
 

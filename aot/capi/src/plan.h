@@ -79,6 +79,7 @@ struct Plan {
 using PlanFn = cula_status (*)(const Request& request, const void* args, Plan* plan);
 
 cula_status plan_decode(const Request& request, const void* args, Plan* plan);
+cula_status plan_prefill(const Request& request, const void* args, Plan* plan);
 cula_status plan_gate(const Request& request, const void* args, Plan* plan);
 cula_status plan_l2norm(const Request& request, const void* args, Plan* plan);
 

@@ -1,0 +1,52 @@
+"""KDA prefill: the kernels that a call launches one after another, each a variant (README.md, "Host plan").
+
+    prep, prep_gf32   records from q, k, gate and beta; the gate 16 bits wide, or float32
+    state             the recurrence over the records: outputs and final states
+    scan, carry       with segments: the states between them. carry computes in float32 whatever io is
+
+Prep and carry do not see the state pools, so they have no axis of them. Gate and beta forms, dtypes of what is small and
+index types are run-time modes (params_*.def). Threads and shared memory of the .cu kernels stand in their sources too, in
+static_assert; tests/capi compares them.
+"""
+
+from aot.matrix import AllowedLocalMemory, Excluded, OpMatrix, Route
+
+GPU = ("sm90", "sm100", "sm103", "sm120")
+DIMS = dict(k=(128,), v=(128,))
+NO_WGMMA = Excluded("the state kernel is made of wgmma, which only sm_90a has", arch=GPU[1:])
+LARGEST_CARVEOUT = 100  # else blocks of prep and state that fit a multiprocessor together are not put there together
+
+
+def _prep(variant: str, defines: tuple[str, ...]) -> OpMatrix:
+    return OpMatrix(
+        family="chunk",
+        axes=dict(op=("kda_prefill",), arch=GPU, io=("bf16", "fp16"), **DIMS, variant=(variant,)),
+        routes=(
+            Route(GPU, "cutlass", "aot/ops/chunk/kda_prep.cu:cula_kda_prep", "aot/ops/chunk/params_prep.def", defines, (256, 1, 1), 60416, LARGEST_CARVEOUT),
+        ),
+        excluded=(NO_WGMMA,),
+        local_memory=(
+            AllowedLocalMemory(128, "saved registers of the function of the exact path, which records with an unbounded gate call; none in the loop",
+                               arch="sm90"),
+        ),
+    )  # fmt: skip
+
+
+MATRICES = (
+    _prep("prep", ()),
+    _prep("prep_gf32", ("CULA_GATE_F32",)),
+    OpMatrix(
+        family="chunk",
+        axes=dict(op=("kda_prefill",), arch=GPU, io=("bf16", "fp16"), state=("fp32", "bf16"), **DIMS, layout=("vk", "kv"), variant=("state", "scan")),
+        routes=(Route(GPU, "cute_dsl", "aot.ops.chunk.compile:compile_state", "aot/ops/chunk/params_state.def", smem_carveout=LARGEST_CARVEOUT),),
+        excluded=(NO_WGMMA,),
+    ),
+    OpMatrix(
+        family="chunk",
+        axes=dict(op=("kda_prefill",), arch=GPU, io=("fp32",), **DIMS, variant=("carry",)),
+        routes=(
+            Route(GPU, "cutlass", "aot/ops/chunk/kda_carry.cu:cula_kda_carry", "aot/ops/chunk/params_carry.def", (), (128, 1, 1), 135168, LARGEST_CARVEOUT),
+        ),
+        excluded=(NO_WGMMA,),
+    ),
+)  # fmt: skip

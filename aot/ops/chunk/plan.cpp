@@ -1,0 +1,308 @@
+// Host plan of kda_prefill: a checked call -> which kernels, grids, parameters, workspace. README.md has the figures behind the rules.
+//
+//   prep           one record a (chunk of 32 tokens, value head) into the workspace
+//   [scan, carry]  with segments: the states between them
+//   state          the recurrence: outputs and final states
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "aot/ops/chunk/problem.h"
+#include "aot/ops/chunk/record.h"
+#include "error.h"
+#include "kernels.h"
+#include "tensor.h"
+
+namespace cula::chunk {
+namespace {
+
+#define CULA_PARAM(kind, name) +1
+#define CULA_MODE(name, shift, bits)
+constexpr int32_t kPrepParamCount = 0
+#include "aot/ops/chunk/params_prep.def"
+    ;
+#define CULA_PARAMS PrepParams
+#define CULA_PARAMS_DEF "aot/ops/chunk/params_prep.def"
+#include "params.inc"
+
+#define CULA_PARAM(kind, name) +1
+#define CULA_MODE(name, shift, bits)
+constexpr int32_t kStateParamCount = 0
+#include "aot/ops/chunk/params_state.def"
+    ;
+#define CULA_PARAMS StateParams
+#define CULA_PARAMS_DEF "aot/ops/chunk/params_state.def"
+#include "params.inc"
+
+#define CULA_PARAM(kind, name) +1
+#define CULA_MODE(name, shift, bits)
+constexpr int32_t kCarryParamCount = 0
+#include "aot/ops/chunk/params_carry.def"
+    ;
+#define CULA_PARAMS CarryParams
+#define CULA_PARAMS_DEF "aot/ops/chunk/params_carry.def"
+#include "params.inc"
+
+// What is compiled into the kernels; tests/capi compares it with their sources. Shared memory is that of the kernel's row.
+constexpr int64_t kHeadDim = kda::kDim;
+constexpr uint32_t kPrepThreads = 256, kStateThreads = 128, kCarryThreads = 128;
+constexpr int64_t kStateBlocks = 2, kScanBlocks = 4, kCarryBlocks = 16;  // of a chain: a sequence and value head
+constexpr int64_t kCarryBytes = 2 * kHeadDim * kHeadDim * 4;             // of a chain and segment
+constexpr size_t kAlign = 128;                                           // of each part of the workspace
+static_assert(kda::kChunk == kChunkTokens);
+
+// Blocks of prep on a multiprocessor: beside a state block two fit, alone three.
+constexpr int64_t kPrepBlocksBeside = 2, kPrepBlocksAlone = 3;
+
+// The time of a chunk in a chain is the unit (0.8 us on an H200). A segment more costs the carry kernel a step, and segments at
+// all cost the launches of scan and carry (measured at 8 heads, 8,192 tokens, 5 segments: 12 us of carry, two gaps of 2 us).
+constexpr double kCarryStep = 5, kSegmentLaunches = 8;
+
+int64_t ceil_div(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
+
+// ---------------------------------------------------------------------------------------------------------- choices
+
+struct Choice {
+  bool overlap;        // prep and what follows it side by side
+  int32_t segments;
+  int32_t head_group;  // heads whose chains run at the same time
+};
+
+// As many segments as keep the scan form at one wave, if cutting pays: every chunk is then walked twice, in scan and in state.
+// With cu_seqlens the host knows the mean length only.
+int32_t choose_segments(int64_t chains, int64_t chunks_of_sequence, int64_t sms) noexcept {
+  const int64_t most = std::min<int64_t>({kMaxSegments, 1 + sms / (kScanBlocks * chains), chunks_of_sequence});
+  if (most < 2) return 1;
+  const double cut = 2.0 * static_cast<double>(ceil_div(chunks_of_sequence, most)) + kCarryStep * static_cast<double>(most - 2) + kSegmentLaunches;
+  return cut < static_cast<double>(chunks_of_sequence) ? static_cast<int32_t>(most) : 1;
+}
+
+Choice choose(const Problem& p, int64_t sms) noexcept {
+  const int64_t chains = p.n * p.hv;
+  Choice c;
+  const int64_t mean_tokens = present(p.cu) ? p.tokens / p.n : p.tokens;
+  c.segments = p.args->segments > 0 ? p.args->segments : choose_segments(chains, ceil_div(mean_tokens, kChunkTokens), sms);
+  // Side by side wins while the chains are one wave of state blocks.
+  c.overlap = p.args->variant == CULA_PREFILL_AUTO ? c.segments > 1 || kStateBlocks * chains <= sms : p.args->variant == CULA_PREFILL_OVERLAP;
+  c.head_group = static_cast<int32_t>(ceil_div(p.hv, ceil_div(p.hv, std::max<int64_t>(sms / kStateBlocks, 1))));
+  return c;
+}
+
+// -------------------------------------------------------------------------------------------------------- workspace
+
+struct Workspace {
+  int64_t chunks;  // virtual ones: of sequence s the first is s * ceil(T / 32), with cu_seqlens cu[s] / 32 + s
+  const char *records, *flags, *carry;
+  size_t bytes;
+};
+
+// Of the kernels' 32-bit numbers, and so that no product of lay_out wraps. p.n and p.hv are below 2^31 each.
+cula_status check_limits(const Problem& p, const Choice& c) noexcept {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  const int64_t per_sequence = p.tokens / kChunkTokens + 1;
+  int64_t chunks, records, chains, blocks;
+  const bool fits = !__builtin_mul_overflow(per_sequence, present(p.cu) ? 1 : p.n, &chunks) && !__builtin_add_overflow(chunks, p.n + c.segments, &chunks) &&
+                    !__builtin_mul_overflow(chunks, p.hv, &records) && records < kMost && !__builtin_mul_overflow(p.n, p.hv, &chains) && chains < kMost &&
+                    !__builtin_mul_overflow(chains, std::max(kCarryBlocks, kScanBlocks * c.segments), &blocks) && blocks < kMost;
+  if (fits) return CULA_OK;
+  return fail(CULA_ERR_UNSUPPORTED, "%s: v has shape %s, with %lld sequences and %d segments; chunks * HV and the blocks of a launch must be below 2^31 on a GPU",
+              p.op, shape_text(p.v).s, static_cast<long long>(p.n), c.segments);
+}
+
+Workspace lay_out(const Problem& p, const Choice& c, const void* base) noexcept {
+  Workspace w;
+  w.chunks = present(p.cu) ? p.tokens / kChunkTokens + p.n : p.n * ceil_div(p.tokens, kChunkTokens);
+  const auto align = [](size_t x) { return (x + kAlign - 1) / kAlign * kAlign; };
+  const size_t count = static_cast<size_t>(w.chunks) * static_cast<size_t>(p.hv);
+  const size_t record_bytes = count * kda::kRecordBytes, flag_bytes = align(count * sizeof(uint32_t));
+  const size_t carry_bytes = c.segments > 1 ? static_cast<size_t>(p.n * p.hv) * static_cast<size_t>(c.segments) * kCarryBytes : 0;
+  // No arithmetic on a NULL base: a query has none, and its parameters go nowhere.
+  const uintptr_t at = reinterpret_cast<uintptr_t>(base);
+  w.records = reinterpret_cast<const char*>(at);
+  w.flags = reinterpret_cast<const char*>(at + record_bytes);
+  w.carry = reinterpret_cast<const char*>(at + record_bytes + flag_bytes);
+  w.bytes = record_bytes + flag_bytes + carry_bytes;
+  return w;
+}
+
+// ------------------------------------------------------------------------------------------------- what a GPU refuses
+
+// Rows start at multiples of `bytes`: address and the strides of B, T and head.
+cula_status check_rows(const Problem& p, const Tensor& t, const TokenStrides& at, int64_t bytes) noexcept {
+  const int64_t size = t.itemsize;
+  const uint64_t bits = reinterpret_cast<uintptr_t>(t.data) | static_cast<uint64_t>(at.b * size) | static_cast<uint64_t>(at.t * size) |
+                        static_cast<uint64_t>(at.h * size);
+  if (__builtin_expect(bits % static_cast<uint64_t>(bytes) == 0, 1)) return CULA_OK;
+  return fail(CULA_ERR_UNSUPPORTED,
+              "%s: %s is at %#llx with strides %lld, %lld and %lld of batch, token and head, of %s; on a GPU address and strides must be multiples of %lld bytes",
+              p.op, t.name, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(t.data)), static_cast<long long>(at.b),
+              static_cast<long long>(at.t), static_cast<long long>(at.h), element_name(t.dtype), static_cast<long long>(bytes));
+}
+
+cula_status check_gpu(const Problem& p) noexcept {
+  if (p.q.dtype == Element::f32) return fail(CULA_ERR_UNSUPPORTED, "%s: q is float32; on a GPU q, k, v and out must be bf16 or fp16", p.op);
+  if (p.dim_k != kHeadDim || p.dim_v != kHeadDim) {
+    return fail(CULA_ERR_UNSUPPORTED, "%s: head_dim_k is %lld and head_dim_v %lld; on a GPU built for %d and %d", p.op, static_cast<long long>(p.dim_k),
+                static_cast<long long>(p.dim_v), static_cast<int>(kHeadDim), static_cast<int>(kHeadDim));
+  }
+  if (present(p.checkpoints)) return fail(CULA_ERR_UNSUPPORTED, "%s: checkpoints is given; no kernel for a GPU stores checkpoints", p.op);
+  CULA_TRY(check_rows(p, p.v, p.v_at, 16));
+  CULA_TRY(check_rows(p, p.out, p.out_at, 16));
+  CULA_TRY(check_rows(p, p.q, p.q_at, 4 * p.q.itemsize));
+  CULA_TRY(check_rows(p, p.k, p.k_at, 4 * p.k.itemsize));
+  CULA_TRY(check_rows(p, p.gate, p.gate_at, 4 * p.gate.itemsize));
+  if (present(p.dt_bias) && p.dt_bias.dtype == Element::f32 && reinterpret_cast<uintptr_t>(p.dt_bias.data) % 16 != 0) {
+    return fail(CULA_ERR_UNSUPPORTED, "%s: dt_bias is at %#llx; on a GPU the address of a float32 dt_bias must be a multiple of 16 bytes", p.op,
+                static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(p.dt_bias.data)));
+  }
+  return CULA_OK;
+}
+
+// ------------------------------------------------------------------------------------------------------- parameters
+
+uint32_t index_code(const Tensor& t) noexcept { return !present(t) ? 0 : t.dtype == Element::i32 ? 1 : 2; }
+uint32_t float_code(const Tensor& t) noexcept { return static_cast<uint32_t>(t.dtype); }  // absent is 3
+
+PrepParams prep_params(const Problem& p, const Choice& c, const Workspace& w) noexcept {
+  const cula_prefill_args& a = *p.args;
+  PrepParams d;
+  d.q = p.q.data, d.k = p.k.data, d.gate = p.gate.data, d.a_log = p.a_log.data, d.dt_bias = p.dt_bias.data, d.beta = p.beta.data;
+  d.cu_seqlens = p.cu.data;
+  d.records = w.records, d.flags = w.flags;
+  d.q_b = p.q_at.b, d.q_t = p.q_at.t, d.q_h = p.q_at.h;
+  d.k_b = p.k_at.b, d.k_t = p.k_at.t, d.k_h = p.k_at.h;
+  d.gate_b = p.gate_at.b, d.gate_t = p.gate_at.t, d.gate_h = p.gate_at.h;
+  d.beta_b = p.beta_at.b, d.beta_t = p.beta_at.t, d.beta_h = p.beta_at.h;
+  d.tokens = p.tokens;
+  d.hv = static_cast<int32_t>(p.hv);
+  d.group = static_cast<int32_t>(p.hv / p.h);
+  d.head_group = c.head_group;
+  d.sequences = static_cast<int32_t>(p.n);
+  d.chunks = static_cast<int32_t>(w.chunks);
+  d.segments = p.n == 1 ? c.segments : 1;
+  d.scale = a.has_scale ? a.scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
+  d.lower_bound = a.lower_bound;
+  PrepParamsModes m;
+  m.gate_raw = a.gate_kind == CULA_GATE_RAW;
+  m.gate_dtype = float_code(p.gate);
+  m.a_log_dtype = float_code(p.a_log);
+  m.dt_bias_dtype = float_code(p.dt_bias);
+  m.beta_kind = static_cast<uint32_t>(a.beta_kind);
+  m.beta_dtype = float_code(p.beta);
+  m.l2norm = static_cast<uint32_t>(a.l2norm);
+  m.cu_dtype = index_code(p.cu);
+  d.modes = m.pack();
+  return d;
+}
+
+StateParams state_params(const Problem& p, const Choice& c, const Workspace& w) noexcept {
+  StateParams d;
+  d.records = w.records, d.flags = w.flags, d.carry = w.carry;
+  d.v = p.v.data, d.out = p.out.data, d.cu_seqlens = p.cu.data;
+  d.state_in = p.state.data, d.state_out = p.state_out.data;
+  d.read_index = p.read.data, d.write_index = p.write.data;
+  d.v_b = p.v_at.b, d.v_t = p.v_at.t, d.v_h = p.v_at.h;
+  d.out_b = p.out_at.b, d.out_t = p.out_at.t, d.out_h = p.out_at.h;
+  d.in_slot = d.in_h = d.in_slots = 0;
+  if (present(p.state)) d.in_slot = p.state.stride[0], d.in_h = p.state.stride[1], d.in_slots = p.state.shape[0];
+  d.out_slot = d.out_state_h = d.out_slots = 0;
+  if (present(p.state_out)) d.out_slot = p.state_out.stride[0], d.out_state_h = p.state_out.stride[1], d.out_slots = p.state_out.shape[0];
+  d.null_slot = p.args->has_null_slot ? p.args->null_slot : std::numeric_limits<int64_t>::min();
+  d.tokens = p.tokens;
+  d.hv = static_cast<int32_t>(p.hv);
+  d.head_group = c.head_group;
+  d.sequences = static_cast<int32_t>(p.n);
+  d.chunks = static_cast<int32_t>(w.chunks);
+  d.segments = c.segments;
+  StateParamsModes m;
+  m.cu_dtype = index_code(p.cu);
+  m.read_dtype = index_code(p.read);
+  m.write_dtype = index_code(p.write);
+  d.modes = m.pack();
+  return d;
+}
+
+// ---------------------------------------------------------------------------------------------------------- launches
+
+struct Kernels {
+  int32_t prep, state, scan, carry;
+};
+
+cula_status select_kernels(const Request& request, const Problem& p, const Target& target, const Choice& c, Kernels* kernels) noexcept {
+  KernelKey key{};
+  key.op = request.op;
+  key.arch = target.arch;
+  key.io = static_cast<uint8_t>(p.q.dtype);
+  key.k = key.v = kHeadDim;
+  key.variant = p.gate.dtype == Element::f32 ? Variant::prep_gf32 : Variant::prep;
+  CULA_TRY(select_kernel(request.name, key, kPrepParamCount, &kernels->prep));
+  key.state = static_cast<uint8_t>(state_dtype(p));
+  key.layout = static_cast<uint8_t>(p.args->state_layout);
+  key.variant = Variant::state;
+  CULA_TRY(select_kernel(request.name, key, kStateParamCount, &kernels->state));
+  if (c.segments == 1) return CULA_OK;
+  key.variant = Variant::scan;
+  CULA_TRY(select_kernel(request.name, key, kStateParamCount, &kernels->scan));
+  key.io = key.state = static_cast<uint8_t>(DType::f32);
+  key.layout = 0;
+  key.variant = Variant::carry;
+  return select_kernel(request.name, key, kCarryParamCount, &kernels->carry);
+}
+
+template <class Params, size_t N>
+void add(Plan* plan, int32_t kernel, const Params& params, const uint16_t (&offsets)[N], int64_t blocks, uint32_t threads, bool pdl) noexcept {
+  LaunchDesc& launch = plan->add(kernel, params, offsets);
+  launch.grid[0] = static_cast<uint32_t>(blocks);
+  launch.block[0] = threads;
+  launch.dynamic_smem = static_cast<uint32_t>(kKernels[kernel].max_dynamic_smem);
+  launch.pdl = pdl;
+}
+
+cula_status plan_gpu(const Request& request, const Problem& p, const Target& target, Plan* plan) noexcept {
+  CULA_TRY(check_gpu(p));
+  Choice c = choose(p, target.sm_count);
+  const bool empty = p.batch == 0 || p.tokens == 0;
+  if (empty) c.segments = 1;  // initial states are copied: there is nothing to cut
+  Kernels kernels;
+  CULA_TRY(select_kernels(request, p, target, c, &kernels));
+  CULA_TRY(check_limits(p, c));
+  const Workspace w = lay_out(p, c, request.workspace);
+  const int64_t chains = p.n * p.hv;
+  const StateParams state = state_params(p, c, w);
+  if (empty) {
+    if (present(p.state_out)) add(plan, kernels.state, state, kStateParamsOffsets, kStateBlocks * chains, kStateThreads, false);
+    return CULA_OK;
+  }
+  plan->workspace_bytes = w.bytes;
+  plan->workspace_align = kAlign;
+  // Only the first launch waits for what went before it in the stream. The others start early and wait for their inputs, and the
+  // last of them ends after the first.
+  const int64_t prep_blocks = (c.overlap ? kPrepBlocksBeside : kPrepBlocksAlone) * target.sm_count;
+  add(plan, kernels.prep, prep_params(p, c, w), kPrepParamsOffsets, std::min(w.chunks * p.hv, prep_blocks), kPrepThreads, false);
+  if (c.segments > 1) {
+    CarryParams carry;
+    carry.carry = w.carry;
+    carry.segments = c.segments;
+    add(plan, kernels.scan, state, kStateParamsOffsets, kScanBlocks * chains * (c.segments - 1), kStateThreads, c.overlap);
+    add(plan, kernels.carry, carry, kCarryParamsOffsets, kCarryBlocks * chains, kCarryThreads, c.overlap);
+  }
+  add(plan, kernels.state, state, kStateParamsOffsets, kStateBlocks * chains * c.segments, kStateThreads, c.overlap);
+  return CULA_OK;
+}
+
+}  // namespace
+}  // namespace cula::chunk
+
+cula_status cula::plan_prefill(const Request& request, const void* args, Plan* plan) {
+  using namespace chunk;
+  Problem p;
+  Operands operands(request);
+  CULA_TRY(read_problem(request, *static_cast<const cula_prefill_args*>(args), operands, p));
+  plan->device_type = operands.device_type();
+  plan->device_id = operands.device_id();
+  if (p.n == 0) return CULA_OK;
+  Target target;
+  CULA_TRY(resolve_target(request, operands, &target));
+  if (target.arch == CULA_ARCH_CPU) return fail(CULA_ERR_UNSUPPORTED, "%s: q is on the CPU; this op is built for GPUs only", p.op);
+  return plan_gpu(request, p, target, plan);
+}
