@@ -42,6 +42,7 @@ class Gpu:
 gpus: dict[int, Gpu] = {}  # those that were used; emptied in a forked child
 _primary: dict[int, object] = {}
 _kernels: dict[int, object] = {}
+_pools: dict[int, object] = {}
 _lock = threading.Lock()
 _started = False
 _forked = False
@@ -178,6 +179,35 @@ def _check_parameters(info, kernel) -> None:
         raise ArtifactError(f"{info.id}: the cubin has more than the plan's {len(info.param_sizes)} parameters")
 
 
+def take_memory(device: Gpu, size: int, stream: int):
+    """Memory in the order of a stream: (what gives it back, its address). Legal under a capture, where it becomes a node of the graph."""
+    with context_of(device):
+        pool = _pools.get(device.ordinal) or _new_memory_pool(device)
+        address = check(driver.cuMemAllocFromPoolAsync(size, pool, stream), f"cuMemAllocFromPoolAsync of {size} bytes")
+
+    def give_back():
+        with context_of(device):
+            check(driver.cuMemFreeAsync(address, stream), "cuMemFreeAsync")
+
+    return give_back, int(address)
+
+
+def _new_memory_pool(device: Gpu):
+    """One pool a device. It keeps what it has: with the driver's default every synchronisation would give the memory back to the system, and
+    the next call would map it again."""
+    with _lock, _relaxed_capture():
+        if device.ordinal not in _pools:
+            properties = driver.CUmemPoolProps()
+            properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            properties.location.id = int(device.device)
+            pool = check(driver.cuMemPoolCreate(properties), "cuMemPoolCreate")
+            threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+            check(driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(2**64 - 1)), "cuMemPoolSetAttribute")
+            _pools[device.ordinal] = pool
+        return _pools[device.ordinal]
+
+
 def launch_elsewhere(device: Gpu, config, function, params: int):
     """A launch while no context of the device is current."""
     with context_of(device):
@@ -219,6 +249,7 @@ def _after_fork() -> None:
     _lock = threading.Lock()  # another thread of the parent may have held it
     _forked = _forked or _started
     gpus.clear()
+    _pools.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

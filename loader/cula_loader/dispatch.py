@@ -28,6 +28,7 @@ _LAUNCH = abi.Launches.launch.offset
 _KERNELS = tuple((_LAUNCH + i * ctypes.sizeof(abi.Launch) + abi.Launch.kernel.offset) // 4 for i in range(abi.MAX_LAUNCHES))
 _KERNEL = _KERNELS[0]
 _CPU = abi.CPU
+_NO_WORKSPACE = abi.STATUS["CULA_ERR_WORKSPACE"]
 _COUNT_AND_TYPE = _COUNT // 2  # the same two words read as one
 _ONE_ON_CUDA = 1 | abi.CUDA << 32
 if _COUNT % 2 or _DEVICE_TYPE != _COUNT + 1 or sys.byteorder != "little":
@@ -91,7 +92,7 @@ class _State:
     """What one call works in: the launch list, and prepared calls for the option sets that were used."""
 
     __slots__ = ("config", "configs", "last", "launches", "lib", "longs", "needs", "objects", "param", "params", "prepared", "run_stream", "tensors",
-                 "words")
+                 "words", "workspace")
 
     def __init__(self, lib: Library):
         self.lib = lib
@@ -102,6 +103,7 @@ class _State:
         self.objects, self.run_stream = c_void_p(), c_void_p()
         self.prepared: dict[Op, dict[tuple, _Prepared]] = {op: {} for op in BY_NAME.values()}
         self.last = _Prepared(L2NORM, (1e-6, 0), self)  # of the last call: engines repeat themselves
+        self.workspace = None  # memory of the call that is being made
         self.config = self.configs = None  # wrapped for cuda.bindings at the first GPU launch
         base = addressof(self.launches) + _LAUNCH
         self.params = [base + i * ctypes.sizeof(abi.Launch) + abi.Launch.params.offset for i in range(abi.MAX_LAUNCHES)]
@@ -163,16 +165,19 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
                 handle = streams.handle_of(stream)
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"{op.name}: {error}") from None
-        bound, keep, kind = False, None, type(objects[op.lead_index])
+        status, keep, kind = -1, None, type(objects[op.lead_index])
         if kind is prepared.kind or prepared.use(kind, objects):
             if not prepared.grad_enabled() or not prepared.requires_grad(*objects):
                 state.objects.value = id(objects) + _TUPLE_ITEMS
                 state.longs[_STREAM] = -1 if handle is None else handle
                 try:
-                    bound = not _bind_objects(*prepared.bind_args)
+                    status = _bind_objects(*prepared.bind_args)
                 except Exception:  # an operand that this exchange API does not read: another way may
                     pass
-        if not bound:
+                if status == _NO_WORKSPACE:
+                    _bind_with_workspace(state, prepared, objects[op.lead_index], handle)
+                    status = 0
+        if status:
             keep = _bind_slow(state, prepared, objects, handle, donate, fresh)
         if state.longs[_COUNT_AND_TYPE] == _ONE_ON_CUDA:
             gpu = _gpus.get(words[_DEVICE_ID])
@@ -193,6 +198,8 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
         words[_COUNT] = state.needs.launch_count = 0  # last_kernels: nothing ran
         raise
     finally:
+        if state.workspace is not None:
+            _release_workspace(state)
         pool.append(state)
 
 
@@ -228,10 +235,47 @@ def _bind_slow(state: _State, prepared: _Prepared, objects: tuple, handle: int |
     keep = _read(prepared, operands, hand_over, written)
     if on_gpu:
         state.longs[_STREAM] = handle
-        state.lib.check(state.lib.c.cula_bind(op.number, addressof(prepared.args), None, 0, addressof(state.launches)))
+        status = state.lib.c.cula_bind(op.number, addressof(prepared.args), None, 0, addressof(state.launches))
+        if status == _NO_WORKSPACE:
+            _bind_with_workspace(state, prepared, objects[op.lead_index], handle)
+        else:
+            state.lib.check(status)
     else:
         state.words[_DEVICE_TYPE], state.words[_COUNT] = _CPU, 0
     return keep
+
+
+# ----------------------------------------------------------------------------------------------------------- workspace
+
+
+def _bind_with_workspace(state: _State, prepared: _Prepared, lead, handle: int | None) -> None:
+    """Binds a call whose args struct and stream are filled, with memory that is the call's own: two streams, or two threads, that shared one
+    would race. It is given back in stream order once the launches are issued.
+
+    From torch's allocator where torch works on the stream, so that the memory is accounted for and captured as every tensor is; else
+    from the driver's allocator of the stream. handle: the stream that the caller named, None for the lead's own."""
+    lib, needs = state.lib, state.needs
+    lib.check(_query(*prepared.query_args))
+    device = abi.Tensor.from_address(prepared.fields[0])
+    producer = producer_of(type(lead))
+    stream = state.longs[_STREAM]
+    size = needs.workspace_bytes + needs.workspace_align - 1
+    if producer.allocates_in_stream_order and (handle is None or handle == producer.current_stream(lead, (device.device_type, device.device_id))):
+        state.workspace, address = producer.workspace(lead, size)
+    else:
+        gpu = _first_launch(state, device.device_id)
+        state.workspace, address = _cuda.take_memory(gpu, size, stream)
+    address = -(-address // needs.workspace_align) * needs.workspace_align
+    lib.check(lib.c.cula_bind(prepared.op.number, addressof(prepared.args), address, needs.workspace_bytes, addressof(state.launches)))
+
+
+def _release_workspace(state: _State) -> None:
+    memory, state.workspace = state.workspace, None
+    if callable(memory):
+        memory()
+
+
+# -------------------------------------------------------------------------------------------------------- reading
 
 
 class _Operand(NamedTuple):

@@ -24,6 +24,7 @@ class Producer:
     grad_enabled = None  # callable: does the framework record gradients now
     any_requires_grad = None  # callable of operands: would it record one of them
     checks_types = False  # its exchange API refuses foreign objects itself
+    allocates_in_stream_order = False  # memory that is dropped may still be used by what is on its current stream
 
     def __init__(self, kind: type):
         self.kind = kind
@@ -53,6 +54,7 @@ class Producer:
 class Torch(Producer):
     name = "torch"
     checks_types = True
+    allocates_in_stream_order = True
 
     def __init__(self, kind: type):
         super().__init__(kind)
@@ -83,6 +85,11 @@ class Torch(Producer):
 
     def empty(self, like, shape, dtype=None):
         return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(self.torch, _LONG[dtype]))
+
+    def workspace(self, like, size: int):
+        """Memory for one call on the current stream: what to keep, and its address."""
+        memory = self.torch.empty(size, dtype=self.torch.uint8, device=like.device)
+        return memory, memory.data_ptr()
 
 
 def _one_requires_grad(*objects) -> bool:

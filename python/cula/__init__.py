@@ -1,6 +1,6 @@
 """cula: linear-attention kernels compiled ahead of time, called on tensors of any framework that speaks DLPack.
 
-    cula.kda        kda_decode, kda_gate          Kimi Delta Attention
+    cula.kda        kda_prefill, kda_decode, kda_gate   Kimi Delta Attention
     cula.gdn        gdn_decode, gdn_gate          gated delta rule
     cula.gla        gla_decode                    gated linear attention
     cula.lightning  lightning_decode              Lightning attention and simple GLA

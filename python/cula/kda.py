@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cula_loader import call
-from cula_loader.ops import KDA_DECODE, KDA_GATE
+from cula_loader import call, empty
+from cula_loader.ops import KDA_DECODE, KDA_GATE, KDA_PREFILL
 
 from ._gate import run_gate
-from ._outputs import new_out
+from ._outputs import new_out, shape_of
 
 
 def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixed_qkv=None, A_log=None, dt_bias=None, lower_bound=None,
@@ -52,6 +52,57 @@ def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixe
         out, fresh = new_out("kda_decode", v, mixed_qkv, state, state_layout), ("out",)
     call(KDA_DECODE, (q, k, v, mixed_qkv, out, gate, A_log, dt_bias, beta, state, state_out, read_index, write_index),
          (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, num_threads), stream, donate, fresh)
+    return out
+
+
+def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, beta_kind="value",
+                l2norm=False, scale=None, state_layout="vk", state_out=None, read_index=None, write_index=None, checkpoints=None,
+                checkpoint_index=None, checkpoint_interval=0, null_slot=None, out=None, variant="auto", segments=0, num_threads=0, stream=None,
+                donate=False):
+    """All tokens of N sequences; returns out, and stores final states in state_out.
+
+    With S [K,V] the float32 state of a sequence and value head, for its tokens t in turn, with head hv // (HV/H):
+
+        S <- diag(exp g_t) S;   u = beta_t (v_t - S^T k_t);   S <- S + k_t u^T;   out_t = scale * S^T q_t
+
+    computed in chunks of 32 tokens (Kimi Linear, arXiv 2510.26692, section 3), the state in float32 from the first token to the last.
+
+    Operands (B rows of T tokens, or with cu_seqlens N sequences in one row; H query heads, HV value heads, a multiple of H; K = V = 128 on a GPU)
+        q, k        [B,T,H,K]     bf16 or fp16, on the CPU also float32; one dtype for q, k, v, out. Token and head strides are free: views into
+                    a fused row are fine. On a GPU rows of v and out start at multiples of 16 bytes, rows of q, k and gate at multiples of 4
+                    elements, and so a float32 dt_bias
+        v           [B,T,HV,V]
+        gate        [B,T,HV,K]    float32, bf16 or fp16. gate_kind (required) "log": g, the natural log of the decay, g <= 0; "raw": before its
+                    activation, as in kda_decode, with A_log, dt_bias and lower_bound
+        beta        [B,T,HV]      beta_kind "value": as it is; "logit": sigmoid(beta); "logit_twice": 2 * sigmoid(beta)
+        cu_seqlens  [N+1] int32 or int64, on the device of the tokens: sequence n has the tokens cu_seqlens[n] to cu_seqlens[n+1]. B is 1 then, or
+                    q, k, v, gate, beta and out have no B. Never read on the host: a captured graph may be replayed with other lengths. Sequences
+                    may be empty; tokens of no sequence are not read, and their rows of out not written. None: sequence n is row n
+        state       initial states, a pool of slots as in kda_decode; it is only read. None: every sequence starts from zero
+        state_out   pool that final states are stored in; it may be the memory of state. None: they are not stored
+        read_index, write_index   [N] int32 or int64: slots of state and of state_out. None: slot n; with read_index and state_out, write_index must
+                    be given. Negative, out of range, or equal to null_slot: start from zero, store nothing
+        checkpoints, checkpoint_index   a pool (which may be the memory of the others) and [N,C] slots in it: the state of sequence n after
+                    (j + 1) * checkpoint_interval of its tokens is stored in slot checkpoint_index[n,j]; checkpoint_interval is a multiple
+                    of 32. No GPU kernel stores checkpoints yet
+        out         as v; None: a new array of v's framework. It may not overlap anything
+    Options
+        l2norm, scale, state_layout, num_threads, stream, donate   as in kda_decode
+        variant     "auto"; "serial", "overlap": how the kernels follow one another, for tests and measurements
+        segments    parts that each sequence is cut into, run at the same time and joined exactly; 0: chosen by the plan, 1: none, at most 64
+
+    A call on a GPU uses device memory beside its operands (cula.query says how much): of torch's allocator for torch tensors on torch's current
+    stream, else of the driver's, in the order of the stream.
+
+    Raises InvalidArgumentError for operands and options that break a rule, UnsupportedError for dtypes, dims and alignments that no kernel
+    takes, CudaError where memory cannot be had. N = 0 does nothing.
+    """
+    fresh = ()
+    if out is None:
+        out, fresh = empty(v, "out", shape_of("kda_prefill", "v", v)), ("out",)
+    call(KDA_PREFILL, (q, k, v, out, gate, A_log, dt_bias, beta, cu_seqlens, state, state_out, read_index, write_index, checkpoints, checkpoint_index),
+         (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads), stream,
+         donate, fresh)
     return out
 
 

@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "dlpack.h"
@@ -26,6 +27,7 @@ EXPORT uint16_t fake_param_sizes[64];
 EXPORT int fake_capturing = 0;            /* another thread captures in global mode: loading needs the relaxed mode */
 EXPORT int fake_current_stream = 0;       /* of the exchange API */
 EXPORT int fake_tensor_device = 0;
+EXPORT int fake_allocation_result = OK;
 EXPORT const void* fake_tensor_type = 0; /* PyTypeObject of the tensors that claim to be on a GPU */
 
 struct launch {
@@ -38,6 +40,7 @@ struct launch {
 EXPORT struct launch fake_launches[64];
 EXPORT int fake_launch_count, fake_load_count, fake_function_count, fake_init_count, fake_context_sets;
 EXPORT char fake_log[4096]; /* entry symbols of the loaded kernels */
+EXPORT char fake_memory_log[4096]; /* what happened to memory and attributes, a line each, with the number of launches before it */
 
 static _Thread_local uintptr_t context; /* device + 1, 0: none */
 static _Thread_local int capture_mode;  /* 0 global, 2 relaxed */
@@ -84,7 +87,28 @@ EXPORT Result cuKernelGetParamInfo(uintptr_t kernel, size_t i, size_t* offset, s
   *size = fake_param_sizes[i];
   return OK;
 }
-EXPORT Result cuKernelSetAttribute(int a, int v, uintptr_t kernel, int d) { (void)a, (void)v, (void)kernel, (void)d; return OK; }
+#define LOG(...) snprintf(fake_memory_log + strlen(fake_memory_log), sizeof fake_memory_log - strlen(fake_memory_log), __VA_ARGS__)
+EXPORT Result cuKernelSetAttribute(int a, int v, uintptr_t kernel, int d) { (void)kernel; LOG("attribute %d = %d on %d\n", a, v, d); return OK; }
+EXPORT Result cuMemPoolCreate(uintptr_t* pool, const void* properties) {
+  if (fake_capturing && capture_mode != 2) return CAPTURE_UNSUPPORTED;
+  *pool = 77;
+  LOG("pool on %d\n", ((const int*)properties)[3]);
+  return OK;
+}
+EXPORT Result cuMemPoolSetAttribute(uintptr_t pool, int a, void* value) { LOG("pool %d attribute %d = %llx\n", (int)pool, a, *(unsigned long long*)value); return OK; }
+EXPORT Result cuMemAllocFromPoolAsync(uintptr_t* address, size_t size, uintptr_t pool, uintptr_t stream) {
+  if (!context) return INVALID_CONTEXT;
+  if (fake_allocation_result) return fake_allocation_result;
+  *address = (uintptr_t)aligned_alloc(256, (size + 255) / 256 * 256);
+  LOG("%d: take %zu of pool %d on %llx, device %d\n", fake_launch_count, size, (int)pool, (unsigned long long)stream, (int)context - 1);
+  return OK;
+}
+EXPORT Result cuMemFreeAsync(uintptr_t address, uintptr_t stream) {
+  if (!context) return INVALID_CONTEXT;
+  free((void*)address);
+  LOG("%d: give back on %llx, device %d\n", fake_launch_count, (unsigned long long)stream, (int)context - 1);
+  return OK;
+}
 EXPORT Result cuPointerGetAttribute(void* out, int a, uintptr_t p) {
   if (p == 0xdead) return INVALID_VALUE;
   *(int*)out = a == 2 ? (p == 0xb057 ? 1 : 2) : fake_tensor_device;

@@ -54,6 +54,13 @@ class FakeGpu:
     def loaded(self) -> list[str]:
         return (ctypes.c_char * 4096).in_dll(self.c, "fake_log").value.decode().split()
 
+    def memory_log(self) -> list[str]:
+        """Since the last time."""
+        text = (ctypes.c_char * 4096).in_dll(self.c, "fake_memory_log")
+        lines = text.value.decode().splitlines()
+        text.value = b""
+        return lines
+
     def context(self) -> int:
         """The thread's current context: device + 1, 0 for none."""
         current = ctypes.c_size_t()

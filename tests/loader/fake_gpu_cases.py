@@ -230,6 +230,101 @@ def case_prepare_refuses_what_is_not_there():
     raises(cula.UnsupportedError, "compute capability 8.9) is of no arch", cula.prepare, 0)
 
 
+def prefill(tokens=100):
+    """The fake GPU, and operands of a KDA prefill on it. Parameters of its kernels differ, so that only their first nine, all pointers, are kept."""
+    import torch
+
+    from cula_loader import cuda
+
+    gpu = GPU
+    cuda._check_parameters = lambda info, kernel: None
+    gpu.set_param_sizes([8] * 9)
+    gpu.make_current(0)
+    gpu.set(current_stream=0x777)
+    make = lambda *shape, dtype=torch.bfloat16: gpu.tensor(torch.zeros(shape, dtype=dtype))  # noqa: E731
+    call = dict(q=make(1, tokens, 2, 128), k=make(1, tokens, 2, 128), v=make(1, tokens, 4, 128), gate=make(1, tokens, 4, 128), beta=make(1, tokens, 4),
+                out=make(1, tokens, 4, 128), gate_kind="log")
+    return gpu, call
+
+
+def case_prefill_launches_its_kernels_in_order_with_memory_of_their_own():
+    gpu, call = prefill()
+    import cula
+
+    assert cula.kda.kda_prefill(**call) is call["out"]
+    assert cula.last_kernels() == ("kda_prefill.sm90.bf16.k128.v128.prep", "kda_prefill.sm90.bf16.sfp32.k128.v128.vk.state")
+    prep, state = gpu.launches()
+    assert prep.stream == state.stream == 0x777
+    assert (prep.attribute_count, state.attribute_count, state.attribute_id, state.attribute_value) == (0, 1, 6, 1), "prep waits, state overlaps it"
+    assert (prep.grid[0], prep.block[0], prep.dynamic_smem) == (4 * 4, 256, 60416) and (state.grid[0], state.block[0], state.dynamic_smem) == (8, 128, 107648)
+    records, flags = prep.params[7], prep.params[8]
+    assert (state.params[0], state.params[1]) == (records, flags) and records % 128 == 0 and flags - records == 16 * 29184
+    assert state.params[3] == call["v"].data_ptr() and state.params[4] == call["out"].data_ptr() and prep.params[0] == call["q"].data_ptr()
+    log = gpu.memory_log()
+    assert log == [f"attribute {a} = {v} on 0" for v, a in ((60416, 8), (100, 9), (107648, 8), (100, 9))], "torch's memory, no other"
+    needs = cula.query(cula.kda.kda_prefill, **call)
+    assert needs.workspace_align == 128 and needs.workspace_bytes == 16 * 29184 + 128
+
+
+def case_memory_on_a_stream_of_the_caller_is_taken_and_given_back_in_its_order():
+    gpu, call = prefill()
+    import cula
+
+    cula.kda.kda_prefill(**call)
+    gpu.memory_log()
+    size = cula.query(cula.kda.kda_prefill, **call).workspace_bytes + 127
+    cula.kda.kda_prefill(**call, stream=0x99)
+    assert gpu.memory_log() == ["pool on 0", "pool 77 attribute 4 = ffffffffffffffff", f"2: take {size} of pool 77 on 99, device 0", "4: give back on 99, device 0"]
+    assert [launch.stream for launch in gpu.launches()[2:]] == [0x99, 0x99]
+    cula.kda.kda_prefill(**call, stream=0x777)
+    assert not gpu.memory_log(), "the stream that torch works on: torch's memory"
+    cula.kda.kda_prefill(**call, stream=0)
+    assert gpu.memory_log() == [f"6: take {size} of pool 77 on 0, device 0", "8: give back on 0, device 0"]
+
+
+def case_a_prefill_that_fails_gives_its_memory_back():
+    gpu, call = prefill()
+    import torch
+
+    import cula
+
+    gpu.set(launch_result=719)
+    raises(cula.CudaError, "kda_prefill.sm90.bf16.k128.v128.prep: cuLaunchKernelEx", cula.kda.kda_prefill, **call, stream=0x99)
+    assert [line.split()[1] for line in gpu.memory_log() if " device 0" in line] == ["take", "give"]
+    gpu.set(launch_result=0, allocation_result=2)
+    raises(cula.CudaError, "cuMemAllocFromPoolAsync of", cula.kda.kda_prefill, **call, stream=0x99)
+    assert not gpu.memory_log() and cula.last_kernels() == ()
+    gpu.set(allocation_result=0)
+    raises(cula.UnsupportedError, "checkpoints is given", cula.kda.kda_prefill, **call, checkpoints=gpu.tensor(torch.zeros(2, 4, 128, 128)),
+           checkpoint_index=gpu.tensor(torch.zeros(1, 3, dtype=torch.int32)), checkpoint_interval=32)
+    assert not gpu.memory_log()
+
+
+def case_a_first_prefill_under_a_capture():
+    """Making the pool is no call for a captured stream either."""
+    gpu, call = prefill()
+    gpu.set(capturing=1)
+    import cula
+
+    cula.kda.kda_prefill(**call, stream=0x99)
+    assert "pool on 0" in gpu.memory_log() and gpu.launch_count == 2
+
+
+def case_prefill_without_tokens_takes_no_memory():
+    gpu, call = prefill()
+    import torch
+
+    import cula
+
+    empty = {name: gpu.tensor(x[:, :0]) if hasattr(x, "shape") else x for name, x in call.items()}
+    cula.kda.kda_prefill(**empty, stream=0x99)
+    assert not gpu.launch_count and not gpu.memory_log()
+    states = gpu.tensor(torch.zeros(1, 4, 128, 128))
+    cula.kda.kda_prefill(**empty, state_out=states, stream=0x99)
+    assert gpu.launch_count == 1 and cula.last_kernels() == ("kda_prefill.sm90.bf16.sfp32.k128.v128.vk.state",)
+    assert not [line for line in gpu.memory_log() if "take" in line]
+
+
 def case_a_gpu_of_no_arch():
     gpu, rows = setup()
     gpu.make_current(0)

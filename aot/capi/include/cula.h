@@ -429,6 +429,7 @@ CULA_API cula_status cula_bind(cula_op op, const void* args, void* workspace, si
  *   launches       stream: (void*)-1 on entry asks for the producer's current stream, which is stored there
  * A reader that fails leaves its Python exception set and the call returns CULA_ERR_INVALID_ARGUMENT. An API without
  * dltensor_from_py_object_no_sync (it may be NULL) is CULA_ERR_UNSUPPORTED: read the objects another way and call cula_bind.
+ * CULA_ERR_WORKSPACE: args and launches->stream are filled, so cula_query says how much is needed, and cula_bind with it goes on from there.
  * CPU tensors (the first one decides): CULA_OK with device_type kDLCPU and count 0, and nothing is validated; call cula_run with
  * args and a NULL stream while the objects live, since their shapes are theirs. Nothing to do on a GPU is count 0 with device_type
  * kDLCUDA.

@@ -88,8 +88,8 @@ extern "C" cula_status cula_bind_objects(cula_op op, void* args, const void* exc
   }
   Plan plan;
   CULA_TRY(plan_call("cula_bind_objects", *row, args, launches->arch, launches->sm_count, workspace, &plan));
+  launches->stream = stream;  // also for who was refused for want of a workspace, and allocates it on that stream
   CULA_TRY(check_workspace(*row, plan, workspace, workspace_bytes));
-  launches->stream = stream;
   fill_launches(plan, launches);
   return CULA_OK;
   CULA_API_END("cula_bind_objects")
