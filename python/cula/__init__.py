@@ -16,8 +16,8 @@ What holds for every function
   - Stream: GPU work goes to the current stream of the operands' framework, or to stream=: an int (CUstream), an object with
     __cuda_stream__, a torch or CuPy stream. Frameworks without a current stream (JAX, bare buffers) need stream=, and the caller orders
     later use of the results after that stream. Calls return before the GPU is done. CPU calls are done when they return.
-  - Memory: a call allocates nothing but outputs that were not given, in the operands' framework, and synchronises nothing; it may be
-    captured in a CUDA graph. Operands must stay alive until the stream has passed the call.
+  - Memory: a call allocates nothing but outputs that were not given, in the operands' framework, and for prefill on a GPU what the kernels
+    pass to one another, in the order of the stream; it synchronises nothing and may be captured in a CUDA graph. Operands must stay alive until the stream has passed the call.
   - Arrays that are immutable by contract (JAX) are written only with donate=True.
   - Forward only: a torch operand that requires grad, with grad enabled, is refused.
   - Errors: InvalidArgumentError (a ValueError), UnsupportedError (a NotImplementedError), ArtifactError, CudaError; all CulaError.

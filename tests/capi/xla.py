@@ -52,9 +52,9 @@ def metadata(lib, handler: str, minor: int) -> tuple[int, int]:
 
 
 def call(lib, handler: str, made: abi.Call, results: tuple[str, ...], in_place: str | None = None, stage=3, device=0, stream=None, broken=0,
-         attributes=7, op_dtype=S32, edit=None) -> tuple[int, str]:
+         attributes=7, op_dtype=S32, edit=None, workspace=None) -> tuple[int, str]:
     """The call `made` as a custom call. results: its fields that are results; in_place: an operand that is also a result.
-    edit: changes the Call before it is made. Returns (XLA_FFI_Error_Code, message)."""
+    workspace: (address, bytes), one more result. edit: changes the Call before it is made. Returns (XLA_FFI_Error_Code, message)."""
     order = abi.DECODE_TENSORS if made.op in standin.DECODE_OPS else abi.PREFILL_TENSORS if made.op in standin.PREFILL_OPS else abi.NORM_TENSORS if made.op == "l2norm" else abi.GATE_TENSORS
     arguments = [name for name in made.tensors if name not in results]
     outputs = [name for name in made.tensors if name in results] + ([in_place] if in_place else [])
@@ -62,10 +62,14 @@ def call(lib, handler: str, made: abi.Call, results: tuple[str, ...], in_place: 
     for i, name in enumerate((*arguments, *outputs)):
         t = made.tensors[name]
         buffers[i] = Buffer(DTYPE.get((t.code, t.bits), 1), t.ndim, t.data, t.shape)
-    fields = (c_int32 * 32)(*(order.index(name) for name in (*arguments, *outputs)))
+    numbers = [order.index(name) for name in (*arguments, *outputs)]
+    if workspace:
+        buffers[len(numbers)] = Buffer(U8, 1, workspace[0], (ctypes.c_int64 * 1)(workspace[1]))
+        numbers.append(-1)
+    fields = (c_int32 * 32)(*numbers)
     raw = (ctypes.c_uint8 * made.args.struct_size).from_buffer_copy(made.args)  # with the tensor addresses, which must not be looked at
-    c = Call(abi.OPS[made.op], op_dtype, ctypes.addressof(raw), len(raw), ctypes.addressof(fields), len(arguments) + len(outputs), attributes,
-             len(arguments), len(outputs), buffers, stage, device, stream, broken)
+    c = Call(abi.OPS[made.op], op_dtype, ctypes.addressof(raw), len(raw), ctypes.addressof(fields), len(numbers), attributes,
+             len(arguments), len(numbers) - len(arguments), buffers, stage, device, stream, broken)
     if edit:
         edit(c, raw, fields, buffers)
     text = ctypes.create_string_buffer(4096)
@@ -76,7 +80,7 @@ def call(lib, handler: str, made: abi.Call, results: tuple[str, ...], in_place: 
 
 def on_cuda():
     """The handlers of a CUDA device: loading at `initialize`, launches on XLA's stream, errors."""
-    from tests.capi.calls import decode, l2norm
+    from tests.capi.calls import decode, l2norm, prefill
     from tests.capi.driver_scenarios import SM90, calls, fake, lib, log
 
     fake.fake_devices(2), fake.fake_device(1, 12, 0, 170)
@@ -93,6 +97,21 @@ def on_cuda():
     assert call(lib, "cula_xla_cuda", made, ("out",), "state", stream=0x77) == (OK, "")
     lines = log()
     assert len(lines) == 1 and calls(lines, "cuLaunchKernelEx") == want and "stream 0x77" in want[0]
+
+    # prefill, with its workspace as a result
+    for held in (prefill(), prefill(gate="RAW", segments=3)):
+        status, needs = held.query(lib)
+        room = (0x7000000, needs.workspace_bytes)
+        assert status == abi.OK and held.run(lib, 0x77, *room) == abi.OK
+        want = calls(log(), "cuLaunchKernelEx")
+        assert call(lib, "cula_xla_cuda", held, ("out", "state_out"), stream=0x77, workspace=room) == (OK, "")
+        assert calls(log(), "cuLaunchKernelEx") == want and len(want) == needs.launch_count
+        for small in (None, (0x7000000, needs.workspace_bytes - 1)):
+            code, message = call(lib, "cula_xla_cuda", held, ("out", "state_out"), stream=0x77, workspace=small)
+            assert code == PRECONDITION and f"needed are {needs.workspace_bytes} bytes, aligned to 128" in message
+    wide = lambda c, raw, fields, buffers: setattr(buffers[c.argument_count + c.result_count - 1], "dtype", S32)
+    assert call(lib, "cula_xla_cuda", held, ("out", "state_out"), workspace=room, edit=wide) == (INVALID, "kda_prefill: the workspace must be of dtype u8 and of rank 1")
+    assert not calls(log(), "cuLaunchKernelEx")
 
     # a program whose `initialize` stage was not run loads at its first call; another arch's device has its own kernels
     fake.fake_pop(), fake.fake_push(0x1001)

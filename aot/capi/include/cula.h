@@ -446,6 +446,8 @@ CULA_API cula_status cula_bind_objects(cula_op op, void* args, const void* excha
  *   op      s32: cula_op
  *   args    u8 array: the bytes of the op's args struct; its tensor fields are not looked at
  *   fields  s32 array: for each argument, then each result, the tensor field that it is, counted from 0 in the order of the struct
+ * A result of -1 is the workspace: u8 of rank 1, with the bytes of cula_query; left out where none is needed. A result and no scratch
+ * memory, because a command buffer is run again when that is long gone.
  * A field that is not named is absent. One that both an argument and a result name is updated in place, and the call must alias
  * the two (output_operand_aliases). Errors become XLA's, with the message of cula_last_error; a call launches on XLA's stream,
  * allocates and synchronises nothing, and may be recorded into a command buffer.

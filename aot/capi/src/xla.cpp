@@ -91,6 +91,19 @@ cula_status dtype_of(const char* op, int64_t buffer, XLA_FFI_DataType dtype, DLD
   }
 }
 
+struct Workspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+cula_status read_workspace(const char* op, const XLA_FFI_Buffer& buffer, Workspace* out) noexcept {
+  if (buffer.dtype != XLA_FFI_DataType_U8 || buffer.rank != 1 || buffer.dims[0] < 0) {
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: the workspace must be of dtype u8 and of rank 1", op);
+  }
+  *out = {buffer.data, static_cast<size_t>(buffer.dims[0])};
+  return CULA_OK;
+}
+
 // The frame's buffers as the tensors of an args struct, and the call on them.
 cula_status run_frame(const char* function, const XLA_FFI_CallFrame& frame, DLDevice device, void* stream) noexcept {
   Attributes given;
@@ -108,6 +121,8 @@ cula_status run_frame(const char* function, const XLA_FFI_CallFrame& frame, DLDe
   constexpr size_t kFirst = sizeof(size_t);
   std::memset(args + kFirst, 0, op->tensors_end - kFirst);  // addresses of the process that made the program
 
+  constexpr int32_t kWorkspace = -1;  // in the attribute fields
+  Workspace workspace;
   DLTensor tensors[CULA_MAX_OBJECTS];
   const int64_t buffers = frame.args.size + frame.rets.size;
   const int64_t known_fields = static_cast<int64_t>((op->tensors_end - kFirst) / sizeof(const DLTensor*));
@@ -123,6 +138,10 @@ cula_status run_frame(const char* function, const XLA_FFI_CallFrame& frame, DLDe
     const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(result ? frame.rets.rets[at] : frame.args.args[at]);
     int32_t field;
     std::memcpy(&field, static_cast<const char*>(given.fields->data) + i * sizeof field, sizeof field);
+    if (field == kWorkspace && result) {
+      CULA_TRY(read_workspace(op->name, buffer, &workspace));
+      continue;
+    }
     if (field < 0 || field >= known_fields) {
       return fail(CULA_ERR_INVALID_ARGUMENT, "%s: buffer %lld is for field %d; %s has tensors 0 to %lld", op->name, static_cast<long long>(i), field, op->args_name,
                   static_cast<long long>(known_fields - 1));
@@ -139,7 +158,7 @@ cula_status run_frame(const char* function, const XLA_FFI_CallFrame& frame, DLDe
     CULA_TRY(dtype_of(op->name, i, buffer.dtype, &tensor.dtype));
     std::memcpy(member, &address, sizeof address);
   }
-  return cula_run(given.op, args, nullptr, 0, stream);
+  return cula_run(given.op, args, workspace.data, workspace.bytes, stream);
 }
 
 // ------------------------------------------------------------------------------------------------------------------ CUDA
