@@ -11,7 +11,7 @@ PREP = {"prep_bf16": [], "prep_bf16_gf32": ["-DCULA_GATE_F32"], "prep_fp16": ["-
 
 def nvcc_cubin(folder, nvcc, name):
     source = "kda_carry.cu" if name == "carry" else "kda_prep.cu"
-    command = [nvcc, "-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", *PREP.get(name, []), str(HERE.parent / source), "-o", str(folder / f"{name}.cubin")]
+    command = [nvcc, "-std=c++17", "-O3", "-lineinfo", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", *PREP.get(name, []), str(HERE.parent / source), "-o", str(folder / f"{name}.cubin")]
     r = subprocess.run(command, capture_output=True, text=True)
     print(name, [l.split(":")[-1].strip() for l in r.stderr.splitlines() if "spill" in l or "Used" in l or "error" in l])
     r.check_returncode()
