@@ -3,7 +3,7 @@
 Each decode op has two, both with the operands and options of its function in cula.kda, cula.gdn, cula.gla, cula.lightning:
     cula::<op>_out   writes out and the state pool (state, or state_out where given); returns nothing
     cula::<op>       functional: returns out and the final states, and writes nothing that it was given
-and cula::kda_gate, cula::gdn_gate, cula::l2norm are functional.
+and cula::kda_gate, cula::gdn_gate, cula::l2norm are functional. The prefill ops are in _prefill.
 
 They are registered with torch.library directly: its custom_op decorator costs 10 us a call more on the same kernels. An op that
 would be recorded for a gradient raises when it is called, not in backward, where the call that is to blame is no longer on the stack.
@@ -67,8 +67,8 @@ def _make_decode(name: str):
             state_layout, lower_bound, None, num_threads)
         return out, final
 
-    _register(f"{name}_out", _SCHEMAS["{}_out"], run, lambda *_: None)
-    _register(name, _SCHEMAS["{}"], functional, shapes)
+    register(f"{name}_out", _SCHEMAS["{}_out"], run, lambda *_: None)
+    register(name, _SCHEMAS["{}"], functional, shapes)
 
 
 def _make_gate(name: str, with_beta: bool):
@@ -84,7 +84,7 @@ def _make_gate(name: str, with_beta: bool):
         call(op, (x, g, A_log, dt_bias, beta, beta_out), (beta_kind, lower_bound, num_threads))
         return results
 
-    _register(f"{name}_beta" if with_beta else name, _GATE.format("(Tensor, Tensor)" if with_beta else "Tensor"), run, shapes)
+    register(f"{name}_beta" if with_beta else name, _GATE.format("(Tensor, Tensor)" if with_beta else "Tensor"), run, shapes)
 
 
 def _make_l2norm():
@@ -98,10 +98,10 @@ def _make_l2norm():
         call(op, (x, y, None), (eps, num_threads))
         return y
 
-    _register("l2norm", "(Tensor x, float eps, ScalarType dtype, int num_threads) -> Tensor", run, shapes)
+    register("l2norm", "(Tensor x, float eps, ScalarType dtype, int num_threads) -> Tensor", run, shapes)
 
 
-def _register(name: str, schema: str, kernel, fake) -> None:
+def register(name: str, schema: str, kernel, fake) -> None:
     library.define(name + schema)
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)

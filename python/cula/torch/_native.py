@@ -13,15 +13,14 @@ from cula_loader import InvalidArgumentError
 
 from .. import gdn, gla, kda, lightning, norm
 from . import _library  # noqa: F401  defines torch.ops.cula
-from ._tracing import keep_for, traced
+from ._tracing import keep_for, refuse_stream, traced
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _decode_traced(op, q, k, v, mixed_qkv, gate, A_log, dt_bias, beta, state, state_out, read_index, write_index, out, gate_kind, beta_kind,
                    l2norm, scale, state_layout, lower_bound, null_slot, num_threads, stream):
-    if stream is not None:
-        raise InvalidArgumentError("stream= has no meaning in a traced graph: it runs on the stream that is current then")
+    refuse_stream(stream)
     if out is None:
         rows = v if v is not None else mixed_qkv
         out = rows.new_empty(_library._rows_shape(v, mixed_qkv, state if state is not None else state_out, state_layout))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cula_loader import InvalidArgumentError
+
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -13,6 +15,11 @@ def traced(x) -> bool:
     """True under torch.compile, torch.export, make_fx, FakeTensorMode, functorch transforms, and for tensor subclasses: there the custom
     ops of _library are called, elsewhere the loader, which is 10 us faster."""
     return torch.compiler.is_compiling() or _modes() > 0 or _transforms() is not None or type(x) not in _PLAIN
+
+
+def refuse_stream(stream) -> None:
+    if stream is not None:
+        raise InvalidArgumentError("stream= has no meaning in a traced graph: it runs on the stream that is current then")
 
 
 def keep_for(stream, tensors) -> None:
