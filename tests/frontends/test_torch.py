@@ -126,7 +126,7 @@ def test_importing_cula_torch_is_quick_and_starts_no_cuda():
 
 # ------------------------------------------------------------------------------------------------------------- FLA
 
-FLA = {"fused_recurrent_kda": "fla.ops.kda", "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule", "fused_recurrent_gla": "fla.ops.gla",
+FLA = {"chunk_kda": "fla.ops.kda", "fused_recurrent_kda": "fla.ops.kda", "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule", "fused_recurrent_gla": "fla.ops.gla",
        "fused_recurrent_simple_gla": "fla.ops.simple_gla", "fused_recurrent_lightning_attn": "fla.ops.lightning_attn"}
 
 
@@ -186,9 +186,9 @@ def test_what_is_not_supported_is_refused_by_name():
     x = rows()
     two = lambda t: t.repeat(1, 2, *[1] * (t.dim() - 2))  # noqa: E731
     with pytest.raises(cula.UnsupportedError, match="T = 2"):
-        ct.fused_recurrent_kda(two(x.q), two(x.k), two(x.v), two(x.g), two(x.beta))
+        ct.fused_recurrent_gated_delta_rule(two(x.q), two(x.k), two(x.v), two(x.g_head), beta=two(x.beta))
     with pytest.raises(cula.UnsupportedError, match="cu_seqlens"):
-        ct.fused_recurrent_kda(x.q, x.k, x.v, x.g, x.beta, cu_seqlens=torch.tensor([0, 1, 2, 3]))
+        ct.fused_recurrent_gla(x.q, x.k, x.v, x.g, cu_seqlens=torch.tensor([0, 1, 2, 3]))
     with pytest.raises(cula.UnsupportedError, match="gv"):
         ct.fused_recurrent_gla(x.q, x.k, x.v, gv=x.v)
     with pytest.raises(cula.UnsupportedError, match="reverse"):

@@ -1,6 +1,6 @@
-"""The functions of flash-linear-attention 0.6 that a decoding model calls, with its keywords and results.
+"""The functions of flash-linear-attention 0.6 that a decoding model calls, with its keywords and results; those of KDA are in _fla_kda.
 
-    from cula.torch import fused_recurrent_kda, fused_recurrent_gated_delta_rule, fused_recurrent_gla, ...
+    from cula.torch import fused_recurrent_gated_delta_rule, fused_recurrent_gla, ...
 
 What is here: one token a row (T = 1), which is what a layer passes while it decodes. Everything else is refused by name and never
 computed in another way: T > 1, cu_seqlens, gradients, gv, reverse, an unknown keyword. Results are FLA's: (o [B,1,HV,V], final state or
@@ -17,7 +17,7 @@ import torch
 
 from cula_loader import InvalidArgumentError, UnsupportedError
 
-from ._native import gdn_decode, gla_decode, kda_decode, lightning_decode
+from ._native import gdn_decode, gla_decode, lightning_decode
 
 
 def _refuse(function: str, **given) -> None:
@@ -27,7 +27,7 @@ def _refuse(function: str, **given) -> None:
             raise UnsupportedError(f"{function}: {name} is not supported by cula's decode kernels; flash-linear-attention's own {function} is")
 
 
-def _state_v_first(function: str, state_v_first: bool, others: dict) -> bool:
+def state_v_first_of(function: str, state_v_first: bool, others: dict) -> bool:
     """FLA's **kwargs: the old name of state_v_first, and nothing else."""
     if "transpose_state_layout" in others:
         if state_v_first:
@@ -57,25 +57,10 @@ def _states(q, v, initial_state, v_first: bool) -> dict:
     return dict(state=initial_state, state_out=final, state_layout="vk" if v_first else "kv")
 
 
-def _beta_kind(function: str, sigmoid: bool, neg_eigval: bool) -> str:
+def beta_kind(function: str, sigmoid: bool, neg_eigval: bool) -> str:
     if neg_eigval and not sigmoid:
         raise InvalidArgumentError(f"{function}: allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True")
     return "logit_twice" if neg_eigval else "logit" if sigmoid else "value"
-
-
-def fused_recurrent_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
-                        use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-                        lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs):
-    """fla.ops.kda.fused_recurrent_kda at T = 1. q, k [B,1,H,K], v [B,1,HV,V], g [B,1,HV,K], beta [B,1,HV]."""
-    name = "fused_recurrent_kda"
-    v_first = _state_v_first(name, state_v_first, kwargs)
-    _refuse(name, cu_seqlens=cu_seqlens)
-    _one_token(name, q)
-    gate = dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, gate_kind="raw") if use_gate_in_kernel else dict(gate_kind="log")
-    states = _states(q, v, initial_state, v_first)
-    o = kda_decode(q, k, v, g, beta, **states, **gate, beta_kind=_beta_kind(name, use_beta_sigmoid_in_kernel, allow_neg_eigval),
-                   l2norm=bool(use_qk_l2norm_in_kernel), scale=scale)
-    return o, states["state_out"] if output_final_state else None
 
 
 def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
@@ -84,7 +69,7 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
                                      **kwargs):
     """fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule at T = 1. g [B,1,HV]; beta None: 1."""
     name = "fused_recurrent_gated_delta_rule"
-    v_first = _state_v_first(name, state_v_first, kwargs)
+    v_first = state_v_first_of(name, state_v_first, kwargs)
     _refuse(name, cu_seqlens=cu_seqlens, gk=gk, gv=gv)
     _one_token(name, q)
     gate = dict(gate_kind="none" if g is None else "log")
@@ -97,7 +82,7 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
             raise InvalidArgumentError(f"{name}: use_beta_sigmoid_in_kernel=True requires beta")
         beta = torch.ones(v.shape[:3], dtype=q.dtype, device=q.device)
     states = _states(q, v, initial_state, v_first)
-    o = gdn_decode(q, k, v, g, beta, **states, **gate, beta_kind=_beta_kind(name, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+    o = gdn_decode(q, k, v, g, beta, **states, **gate, beta_kind=beta_kind(name, use_beta_sigmoid_in_kernel, allow_neg_eigval),
                    l2norm=bool(use_qk_l2norm_in_kernel), scale=scale)
     return o, states["state_out"] if output_final_state else None
 
@@ -106,7 +91,7 @@ def fused_recurrent_gla(q, k, v, gk=None, gv=None, scale=None, initial_state=Non
                         state_v_first=False, cu_seqlens=None, **kwargs):
     """fla.ops.gla.fused_recurrent_gla at T = 1. gk [B,1,H,K]."""
     name = "fused_recurrent_gla"
-    v_first = _state_v_first(name, state_v_first, kwargs)
+    v_first = state_v_first_of(name, state_v_first, kwargs)
     _refuse(name, cu_seqlens=cu_seqlens, gv=gv, reverse=reverse)
     _one_token(name, q)
     states = _states(q, v, initial_state, v_first)
@@ -118,7 +103,7 @@ def fused_recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initia
                                state_v_first=False, cu_seqlens=None, **kwargs):
     """fla.ops.simple_gla.fused_recurrent_simple_gla at T = 1. g [B,1,H] or g_gamma [H], logs of the decay."""
     name = "fused_recurrent_simple_gla"
-    v_first = _state_v_first(name, state_v_first, kwargs)
+    v_first = state_v_first_of(name, state_v_first, kwargs)
     _refuse(name, cu_seqlens=cu_seqlens, reverse=reverse)
     _one_token(name, q)
     if g is not None and g_gamma is not None:
