@@ -29,6 +29,8 @@ def call_for(k):
     device = (CPU if k["arch"] == "cpu" else GPU, 0)
     if k["family"] == "decode":
         return decode(k["op"], io=k["io"], state=k["state"], layout=k["layout"], k=k["k"], v=64, device=device)
+    if k["op"] == "kda_prefill" and k["arch"] == "cpu":
+        return prefill(io=k["io"], state=k["state"], layout=k["layout"], k=k["k"], v=64, device=device)
     if k["op"] == "kda_prefill":  # with two segments every kernel has a part
         io = "bf16" if k["variant"] == "carry" else k["io"]
         gate_dtype = "fp32" if k["variant"] == "prep_gf32" else "fp16"

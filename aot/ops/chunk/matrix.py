@@ -5,7 +5,8 @@
     scan, carry       with segments: the states between them. carry computes in float32 whatever io is
 
 Prep and carry do not see the state pools, so they have no axis of them. Gate and beta forms, dtypes of what is small and
-index types are run-time modes (params_*.def). Threads and shared memory of the .cu kernels stand in their sources too, in
+index types are run-time modes (params_*.def).
+The CPU has one kernel a call, with no axis v: it takes any multiple of 64, as decode does. Threads and shared memory of the .cu kernels stand in their sources too, in
 static_assert; tests/capi compares them.
 """
 
@@ -48,5 +49,10 @@ MATRICES = (
             Route(GPU, "cutlass", "aot/ops/chunk/kda_carry.cu:cula_kda_carry", "aot/ops/chunk/params_carry.def", (), (128, 1, 1), 135168, LARGEST_CARVEOUT),
         ),
         excluded=(NO_WGMMA,),
+    ),
+    OpMatrix(
+        family="chunk",
+        axes=dict(op=("kda_prefill",), arch=("cpu",), io=("bf16", "fp16", "fp32"), state=("fp32", "bf16"), k=(64, 128, 256), layout=("vk", "kv")),
+        routes=(Route(("cpu",), "cpu", "cula_cpu_prefill_{io}_s{state}_{layout}", "aot/ops/chunk/params_cpu.def"),),
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "aot/ops/chunk/plan_cpu.h"
 #include "aot/ops/chunk/problem.h"
 #include "aot/ops/chunk/record.h"
 #include "error.h"
@@ -160,9 +161,6 @@ cula_status check_gpu(const Problem& p) noexcept {
 
 // ------------------------------------------------------------------------------------------------------- parameters
 
-uint32_t index_code(const Tensor& t) noexcept { return !present(t) ? 0 : t.dtype == Element::i32 ? 1 : 2; }
-uint32_t float_code(const Tensor& t) noexcept { return static_cast<uint32_t>(t.dtype); }  // absent is 3
-
 PrepParams prep_params(const Problem& p, const Choice& c, const Workspace& w) noexcept {
   const cula_prefill_args& a = *p.args;
   PrepParams d;
@@ -303,6 +301,6 @@ cula_status cula::plan_prefill(const Request& request, const void* args, Plan* p
   if (p.n == 0) return CULA_OK;
   Target target;
   CULA_TRY(resolve_target(request, operands, &target));
-  if (target.arch == CULA_ARCH_CPU) return fail(CULA_ERR_UNSUPPORTED, "%s: q is on the CPU; this op is built for GPUs only", p.op);
+  if (target.arch == CULA_ARCH_CPU) return plan_cpu(request, p, plan);
   return plan_gpu(request, p, target, plan);
 }
