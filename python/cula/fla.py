@@ -1,12 +1,12 @@
 """cula as a backend of flash-linear-attention, through its public registry (fla-core 0.6 and later).
 
     import cula.fla
-    cula.fla.enable()     # fused_recurrent_kda and fused_recurrent_simple_gla of one token now run cula's kernels
+    cula.fla.enable()     # chunk_kda, fused_recurrent_kda, and fused_recurrent_simple_gla of one token now run cula's kernels
     cula.fla.status()     # what is registered, what ran, and why calls were refused
     cula.fla.disable()
 
-FLA asks the backend's verifier for every call. A call that cula does not take (T > 1, cu_seqlens, a gradient, dims or dtypes that are not
-built, a device without kernels) is refused with a reason and runs FLA's own kernel, so results are never changed, only times.
+FLA asks the backend's verifier for every call. A call that cula does not take (a gradient, context parallelism, dims or dtypes that are
+not built, a device without kernels; T > 1 for simple GLA) is refused with a reason and runs FLA's own kernel, so results are never changed, only times.
 FLA offers hooks for some functions only: for GLA, Lightning and the gated delta rule import the functions of cula.torch instead.
 FLA_CULA=0 in the environment switches the backend off, as FLA's other backends.
 """
@@ -22,6 +22,8 @@ from cula_loader import CulaError, UnsupportedError
 
 from . import kda, lightning
 from ._query import query
+from .torch._fla_kda import check_sequences, readable, readable_state
+from .torch._prefill import new_out
 
 _BACKEND = "cula"
 _registered: list[str] = []
@@ -33,69 +35,112 @@ class _Refused(Exception):
     """Why a call goes to FLA's own kernel."""
 
 
-def _check_rows(q, tensors, cu_seqlens) -> None:
-    if cu_seqlens is not None:
-        raise _Refused("cu_seqlens: only fixed rows of one token are built")
-    if q.dim() != 4 or q.shape[1] != 1:
-        raise _Refused(f"q of shape {list(q.shape)}: only T = 1 is built")
+def _check_gradient(tensors) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise _Refused("an operand requires grad: forward only")
+
+
+def _no_others(others: dict) -> None:
+    if "transpose_state_layout" in others:
+        raise _Refused("transpose_state_layout is an old name")
+    if others:
+        raise _Refused(f"keyword {next(iter(others))!r} is not known")
+
+
+def _gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound) -> dict:
+    """FLA reads A_log, dt_bias and lower_bound only with use_gate_in_kernel."""
+    return dict(gate_kind="raw", A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound) if use_gate_in_kernel else dict(gate_kind="log")
+
+
+def _beta_of(sigmoid, neg_eigval) -> str:
+    if neg_eigval and not sigmoid:
+        raise _Refused("allow_neg_eigval without use_beta_sigmoid_in_kernel")
+    return "logit_twice" if neg_eigval else "logit" if sigmoid else "value"
+
+
+def _new_states(n, q, v, state_v_first):
+    dims = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
+    return torch.empty((n, v.shape[2], *dims), dtype=torch.float32, device=q.device)
 
 
 def _kda_call(q, k, v, g, beta, A_log=None, dt_bias=None, initial_state=None, scale=None, output_final_state=False, inplace_final_state=True,
               state_v_first=False, cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False,
               use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, out=None, **others):
-    """(keywords of cula.kda.kda_decode, results) for a call of FLA's fused_recurrent_kda_fwd."""
-    if others:
-        raise _Refused(f"keyword {next(iter(others))!r} is not known")
-    _check_rows(q, (q, k, v, g, beta, A_log, dt_bias, initial_state), cu_seqlens)
+    """(cula's function, its keywords, results) for a call of FLA's fused_recurrent_kda_fwd."""
+    _no_others(others)
+    n = check_sequences("fused_recurrent_kda_fwd", q, None, cu_seqlens)
+    _check_gradient((q, k, v, g, beta, A_log, dt_bias, initial_state))
+    one_token = cu_seqlens is None and q.shape[1] == 1
     if num_accepted_tokens is not None:
         raise _Refused("num_accepted_tokens: speculative decoding is not built")
-    if ssm_state_indices is not None and (ssm_state_indices.dim() != 1 or not inplace_final_state or initial_state is None):
-        raise _Refused("ssm_state_indices: only one slot a row, updated in place")
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise _Refused("allow_neg_eigval without use_beta_sigmoid_in_kernel")
-    rows = dict(q=q, k=k, v=v, gate=g, beta=beta, l2norm=bool(use_qk_l2norm_in_kernel), scale=scale,
-                beta_kind="logit_twice" if allow_neg_eigval else "logit" if use_beta_sigmoid_in_kernel else "value",
-                state_layout="vk" if state_v_first else "kv", gate_kind="log", out=torch.empty_like(v) if out is None else out)
-    if use_gate_in_kernel:
-        rows.update(gate_kind="raw", A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    if ssm_state_indices is not None and (ssm_state_indices.dim() != 1 or not inplace_final_state or initial_state is None or not one_token):
+        raise _Refused("ssm_state_indices: only one slot a row of one token, updated in place")  # of more tokens FLA stores every state
+    rows = dict(q=q, k=k, v=v, gate=g, beta=beta, l2norm=bool(use_qk_l2norm_in_kernel), scale=scale, state=initial_state,
+                beta_kind=_beta_of(use_beta_sigmoid_in_kernel, allow_neg_eigval), state_layout="vk" if state_v_first else "kv",
+                out=new_out(v, cu_seqlens) if out is None else out, **_gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound))
     if inplace_final_state and initial_state is not None:
-        rows.update(state=initial_state, read_index=ssm_state_indices)
         final = initial_state
+        rows.update(dict(read_index=ssm_state_indices) if one_token else dict(state_out=final))
     else:
-        dims = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-        final = torch.empty((q.shape[0], v.shape[2], *dims), dtype=torch.float32, device=q.device)
-        rows.update(state=initial_state, state_out=final)
-    return rows, (rows["out"], final if output_final_state or inplace_final_state else None)
+        final = _new_states(n, q, v, state_v_first) if output_final_state or one_token else None
+        rows.update(state_out=final, state=readable_state(initial_state))
+    if not one_token:
+        rows.update(cu_seqlens=cu_seqlens)
+    return (kda.kda_decode if one_token else kda.kda_prefill), rows, (rows["out"], final if output_final_state or inplace_final_state else None)
+
+
+def _chunk_kda_call(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+                    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False,
+                    return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, use_graph=False,
+                    max_num_seqs=None, A_log=None, dt_bias=None, chunk_size=64, **others):
+    """(cula's function, its keywords, results) for a call of FLA's chunk_kda. What FLA itself would refuse is left to it."""
+    _no_others(others)
+    for name, value in dict(disable_recompute=disable_recompute, return_intermediate_states=return_intermediate_states, cp_context=cp_context).items():
+        if value is not None and value is not False:
+            raise _Refused(f"{name} is not built")
+    n = check_sequences("chunk_kda", q, initial_state, cu_seqlens, cu_seqlens_cpu)
+    _check_gradient((q, k, v, g, beta, A_log, dt_bias, initial_state))
+    if chunk_size not in (32, 64):
+        raise _Refused(f"chunk_size={chunk_size!r}: 32 and 64 are FLA's")
+    if use_graph and max_num_seqs not in (None, n):
+        raise _Refused(f"max_num_seqs={max_num_seqs!r} for {n} sequences")
+    if use_gate_in_kernel and lower_bound is None and (A_log is None or safe_gate):
+        raise _Refused("use_gate_in_kernel without A_log and lower_bound, or safe_gate without lower_bound")
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        raise _Refused(f"initial_state is {initial_state.dtype}: FLA's own check says torch.float32")
+    final = _new_states(n, q, v, state_v_first) if output_final_state else None
+    rows = dict(zip(("q", "k", "v", "gate"), map(readable, (q, k, v, g))), beta=beta, l2norm=bool(use_qk_l2norm_in_kernel), scale=scale, cu_seqlens=cu_seqlens,
+                beta_kind=_beta_of(use_beta_sigmoid_in_kernel, allow_neg_eigval), state_layout="vk" if state_v_first else "kv", out=new_out(v, cu_seqlens),
+                state=readable_state(initial_state), state_out=final, **_gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound))
+    return kda.kda_prefill, rows, (rows["out"], final)
 
 
 def _simple_gla_call(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, reverse=False,
                      state_v_first=False, cu_seqlens=None, **others):
-    """(keywords of cula.lightning.lightning_decode, results) for a call of FLA's fused_recurrent_simple_gla."""
-    if "transpose_state_layout" in others:
-        raise _Refused("transpose_state_layout is an old name")
-    if others:
-        raise _Refused(f"keyword {next(iter(others))!r} is not known")
-    _check_rows(q, (q, k, v, g, g_gamma, initial_state), cu_seqlens)
+    """(cula's function, its keywords, results) for a call of FLA's fused_recurrent_simple_gla."""
+    _no_others(others)
+    if cu_seqlens is not None:
+        raise _Refused("cu_seqlens: only fixed rows of one token are built")
+    if q.dim() != 4 or q.shape[1] != 1:
+        raise _Refused(f"q of shape {list(q.shape)}: only T = 1 is built")
+    _check_gradient((q, k, v, g, g_gamma, initial_state))
     if reverse or (g is not None and g_gamma is not None):
         raise _Refused("reverse, or both g and g_gamma")
     gate = g if g_gamma is None else g_gamma.expand(q.shape[0], 1, q.shape[2])
-    dims = (v.shape[-1], q.shape[-1]) if state_v_first else (q.shape[-1], v.shape[-1])
-    final = torch.empty((q.shape[0], v.shape[2], *dims), dtype=torch.float32, device=q.device)
+    final = _new_states(q.shape[0], q, v, state_v_first)
     rows = dict(q=q, k=k, v=v, gate=gate, gate_kind="none" if gate is None else "log", scale=scale, state=initial_state, state_out=final,
                 state_layout="vk" if state_v_first else "kv", out=torch.empty_like(v))
-    return rows, (rows["out"], final if output_final_state else None)
+    return lightning.lightning_decode, rows, (rows["out"], final if output_final_state else None)
 
 
-# FLA's function name: how a call is read, and cula's function for it.
-_CALLS = {"fused_recurrent_kda_fwd": (_kda_call, kda.kda_decode), "fused_recurrent_simple_gla": (_simple_gla_call, lightning.lightning_decode)}
+# FLA's function name: how a call of it is read.
+_CALLS = {"fused_recurrent_kda_fwd": _kda_call, "chunk_kda": _chunk_kda_call, "fused_recurrent_simple_gla": _simple_gla_call}
 
 
 def _backend(base: type, name: str) -> type:
     """FLA's adapter class for one of its functions. FLA calls the verifier and, if that accepts, at once the implementation with the same
     arguments, in the same thread: what the verifier made is kept in between."""
-    read, function = _CALLS[name]
+    read = _CALLS[name]
 
     class Backend(base):
         backend_type = _BACKEND
@@ -107,16 +152,16 @@ def _backend(base: type, name: str) -> type:
 
     def verifier(self, *args, **kwargs):
         try:
-            rows, results = read(*args, **kwargs)
+            function, rows, results = read(*args, **kwargs)
             query(function, **rows)
-        except (_Refused, CulaError, TypeError) as error:
+        except (_Refused, CulaError, TypeError, AttributeError) as error:
             _refused[name][str(error)] += 1
             return False, str(error)
-        ready.call = rows, results
+        ready.call = function, rows, results
         return True, None
 
     def implementation(self, *args, **kwargs):
-        rows, results = ready.call
+        function, rows, results = ready.call
         del ready.call
         function(**rows)
         _accepted[name] += 1
@@ -141,9 +186,11 @@ def enable() -> tuple[str, ...]:
     if getattr(backends, "_DISPATCH_DISABLED", False):
         raise UnsupportedError("FLA_DISABLE_BACKEND_DISPATCH=1 is set: FLA ignores all backends")
     import fla.ops.kda.backends  # noqa: F401  makes the registry of 'kda'
+    from fla.ops.kda import chunk_kda
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
     backends.register("kda")(_backend(backends.BaseBackend, "fused_recurrent_kda_fwd"))
+    backends.register(chunk_kda)(_backend(backends.BaseBackend, "chunk_kda"))
     backends.register(fused_recurrent_simple_gla)(_backend(backends.BaseBackend, "fused_recurrent_simple_gla"))
     _registered.extend(_CALLS)
     return tuple(_registered)
