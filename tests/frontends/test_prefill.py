@@ -65,7 +65,7 @@ def test_compiled_calls_are_the_eager_ones(fixed):
     def apart(q, k, v, gate, beta, pool):
         final = torch.zeros(n, 4, 128, 128)
         out = ct.kda_prefill(q * 1, k, v, gate, beta, pool, state_out=final, read_index=slots, write_index=torch.arange(n), **others)
-        return out, final + 1
+        return out, final * 2
 
     start = torch.full((6, 4, 128, 128), NAN)
     start[slots] = p.h0
@@ -79,7 +79,7 @@ def test_compiled_calls_are_the_eager_ones(fixed):
     a = apart(*operands(p), start)
     b = torch.compile(apart, fullgraph=True)(*operands(p), start)
     assert all(torch.equal(x, y) for x, y in zip(a, b)) and torch.equal(start.nan_to_num(9), kept.nan_to_num(9))
-    checked(p, b[0], b[1] - 1)
+    checked(p, b[0], b[1] / 2)
 
 
 def test_checkpoints_under_compile():

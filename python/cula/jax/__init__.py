@@ -1,6 +1,7 @@
 """cula for JAX: the ops as XLA custom calls, inside jit and outside, on the CPU and on CUDA devices.
 
     kda_decode, gdn_decode, gla_decode, lightning_decode      one token a row; return out and the updated states
+    kda_prefill                                               all tokens of N sequences; returns out and the final states
     kda_gate, gdn_gate, l2norm                                elementwise
 
 Functional, as everything in JAX: no array that was passed changes. A pool is updated in place all the same where XLA sees that nobody
@@ -15,6 +16,7 @@ vmap and differentiation raise UnsupportedError: N is the batch, and the kernels
 """
 
 from ._ops import gdn_decode, gdn_gate, gla_decode, kda_decode, kda_gate, l2norm, lightning_decode
+from ._prefill import kda_prefill
 from ._xla import register
 
-__all__ = ["gdn_decode", "gdn_gate", "gla_decode", "kda_decode", "kda_gate", "l2norm", "lightning_decode", "register"]
+__all__ = ["gdn_decode", "gdn_gate", "gla_decode", "kda_decode", "kda_gate", "kda_prefill", "l2norm", "lightning_decode", "register"]

@@ -15,7 +15,7 @@ def _decode(name, q, k, v, mixed_qkv, gate, A_log, dt_bias, beta, state, state_o
     options = (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, num_threads)
     pool = next((key for key in ("state_out", "state") if key in given), None)
     out = _out(name, given.get("v"), given.get("mixed_qkv"), given.get(pool), state_layout)
-    results = call(name, options, given, {"out": out}, pool, donate)
+    results = call(name, options, given, {"out": out}, ((pool, pool),) if pool else (), donate)
     return results if pool else (*results, None)
 
 

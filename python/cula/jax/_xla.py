@@ -13,7 +13,8 @@ from ctypes import c_void_p, cast
 
 import numpy as np
 
-from cula_loader import InvalidArgumentError, Query, Spec, UnsupportedError, abi, library
+from cula_loader import InvalidArgumentError, NotFoundError, Query, Spec, UnsupportedError, abi, library
+from cula_loader.devices import devices
 from cula_loader.ops import BY_NAME
 
 try:
@@ -25,6 +26,9 @@ except ImportError as error:
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "int32": "int32", "int64": "int64"}
 _NAMES = {short: long for long, short in _DTYPES.items()}
+
+_WITH_WORKSPACE = frozenset({"kda_prefill"})  # ops whose GPU kernels use device memory beside their operands
+_WORKSPACE = -1  # in the attribute fields
 
 _lock = threading.Lock()
 _registered = False
@@ -72,10 +76,12 @@ def arrays(name: str, **operands) -> dict:
     return given
 
 
-def call(name: str, options: tuple, operands: dict, results: dict, pool: str | None = None, donate: bool = False) -> tuple:
-    """Results of an op, in the order of `results`, and then the new contents of `pool`, an operand that is updated.
+def call(name: str, options: tuple, operands: dict, results: dict, pools: tuple[tuple[str, str], ...] = (), donate: bool = False) -> tuple:
+    """Results of an op, in the order of `results`, and then the new contents of each pool.
 
     operands: of `arrays`. results: name in the args struct -> (shape, dtype), of cula's dtype names. options: as op.options.
+    pools: (operand, tensor of the args struct that is written): the operand's memory is the result's where XLA may. The two are the
+    same name, or, where the op reads one tensor and writes another, two.
     """
     try:
         _args_bytes(name, *options)
@@ -83,31 +89,42 @@ def call(name: str, options: tuple, operands: dict, results: dict, pool: str | N
         _args_bytes.__wrapped__(name, *options)
     if donate is not False and donate is not True:
         raise InvalidArgumentError(f"{name}: donate={donate!r}: allowed: True, False")
-    if donate and pool is None:
+    if donate and not pools:
         raise InvalidArgumentError(f"{name}: donate=True gives up a pool, and there is none")
     register()
-    updated = operands.pop(pool, None)
-    return (_giving if donate else _keeping)((name, options, tuple(results.items()), pool), updated, operands)
+    updated = {key: operands.pop(key) for key, _ in pools}
+    return (_giving if donate else _keeping)((name, options, tuple(results.items()), pools), updated, operands)
 
 
-def _traced(static: tuple, updated, given: dict) -> tuple:
-    """static: (op, options, results, pool) of `call`."""
-    name, options, results, pool = static
-    operands = dict(given) if updated is None else {**given, pool: updated}
-    _check(name, options, operands, dict(results))
+def _traced(static: tuple, updated: dict, given: dict) -> tuple:
+    """static: (op, options, results, pools) of `call`."""
+    name, options, results, pools = static
+    operands = {**given, **updated}
+    outputs = {key: (shape, dtype) for key, (shape, dtype) in results}
+    aliases = {}
+    for operand, written in pools:
+        aliases[list(operands).index(operand)] = len(outputs)  # without donation or a last use XLA copies the pool first
+        outputs[written] = (operands[operand].shape, dtype_of(name, operand, operands[operand]))
+    specs = _specs(name, operands, outputs)
+    _check(name, options, specs)
     raw = np.frombuffer(_args_bytes(name, *options), np.uint8)
     order = BY_NAME[name].tensors
-    outputs = [(key, jax.ShapeDtypeStruct(shape, _NAMES[dtype])) for key, (shape, dtype) in results]
-    aliases = {}
-    if updated is not None:
-        aliases[len(operands) - 1] = len(outputs)  # without donation or a last use XLA copies the pool first
-        outputs.append((pool, jax.ShapeDtypeStruct(updated.shape, updated.dtype)))
-    fields = np.array([order.index(key) for key in (*operands, *(key for key, _ in outputs))], np.int32)
-    custom_call = jax.ffi.ffi_call(f"cula_{name}", tuple(shape for _, shape in outputs), input_output_aliases=aliases)
+    fields = [order.index(key) for key in (*operands, *outputs)]
+    shapes = [jax.ShapeDtypeStruct(shape, _NAMES[dtype]) for shape, dtype in outputs.values()]
+
+    def custom_call(*arrays, workspace: int):
+        extra = [jax.ShapeDtypeStruct((workspace,), np.uint8)] if workspace else []
+        made = jax.ffi.ffi_call(f"cula_{name}", (*shapes, *extra), input_output_aliases=aliases)(
+            *arrays, op=np.int32(BY_NAME[name].number), args=raw, fields=np.array(fields + [_WORKSPACE] * len(extra), np.int32))
+        return tuple(made[: len(shapes)])
+
+    on_gpu = gpu_workspace(name, options, specs) if name in _WITH_WORKSPACE else 0
 
     @jax.custom_batching.custom_vmap
     def batched(*arrays):
-        return custom_call(*arrays, op=np.int32(BY_NAME[name].number), args=raw, fields=fields)
+        if not on_gpu:
+            return custom_call(*arrays, workspace=0)
+        return jax.lax.platform_dependent(*arrays, cpu=functools.partial(custom_call, workspace=0), default=functools.partial(custom_call, workspace=on_gpu))
 
     @batched.def_vmap
     def refuse_vmap(*_):
@@ -130,13 +147,41 @@ _keeping = jax.jit(_traced, static_argnums=0)
 _giving = jax.jit(_traced, static_argnums=0, donate_argnums=1)
 
 
-def _check(name: str, options: tuple, operands: dict, results: dict) -> None:
+def _specs(name: str, operands: dict, outputs: dict) -> dict[str, tuple]:
+    """Shape and dtype of every tensor of the args struct."""
+    return {key: (tuple(x.shape), dtype_of(name, key, x)) for key, x in operands.items()} | {key: (tuple(shape), dtype) for key, (shape, dtype) in outputs.items()}
+
+
+def _check(name: str, options: tuple, specs: dict) -> None:
     """The library's own validation of the call, on shapes and dtypes alone. Which kernels there are is asked of the cpu arch: the platform
     that a traced program will run on is not known yet."""
-    specs = {key: Spec(x.shape, dtype_of(name, key, x), (abi.CPU, 0)) for key, x in operands.items()}
-    specs |= {key: Spec(shape, dtype, (abi.CPU, 0)) for key, (shape, dtype) in results.items()}
     op = BY_NAME[name]
-    Query().ask(op, tuple(map(specs.get, op.tensors)), options)
+    there = {key: Spec(shape, dtype, (abi.CPU, 0)) for key, (shape, dtype) in specs.items()}
+    Query().ask(op, tuple(map(there.get, op.tensors)), options)
+
+
+def gpu_workspace(name: str, options: tuple, specs: dict) -> int:
+    """Bytes that the call needs on any GPU that the library has kernels for: the program is traced before its device is known, and the plan
+    goes by the number of multiprocessors. So the most of the archs' usual numbers and those of this machine's GPUs. 0: no GPU kernel takes
+    the call, and the program runs on the CPU only."""
+    op = BY_NAME[name]
+    there = {key: Spec(shape, dtype) for key, (shape, dtype) in specs.items()}
+    counts = {(arch, 0) for arch in library().artifacts.archs if arch != "cpu"}
+    counts |= {(device.arch, device.sm_count) for device in _gpus() if (device.arch, 0) in counts}
+    most = 0
+    for arch, sm_count in counts:
+        asked = Query(arch, sm_count)
+        try:
+            asked.ask(op, tuple(map(there.get, op.tensors)), options)
+        except (InvalidArgumentError, UnsupportedError, NotFoundError):  # said again when the program runs there
+            continue
+        most = max(most, asked.answer.workspace_bytes)
+    return most
+
+
+@functools.lru_cache(maxsize=1)
+def _gpus() -> tuple:
+    return devices().found
 
 
 def dtype_of(name: str, key: str, x) -> str:
