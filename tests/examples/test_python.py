@@ -13,7 +13,7 @@ EXAMPLES = sorted((ROOT / "examples/python").glob("*.py"))
 
 
 def test_examples_were_found():
-    assert {path.stem for path in EXAMPLES} >= {"numpy_decode", "torch_decode", "jax_decode"}
+    assert {path.stem for path in EXAMPLES} >= {"numpy_decode", "torch_decode", "torch_kimi_layer", "jax_decode"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
