@@ -92,9 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _select(options, specs: list) -> list:
+    """What the filters leave. Each may match something and all of them together nothing: a typing mistake too, and no empty list."""
+    patterns = {axis: getattr(options, axis) for axis in FILTERS}
+    chosen = select(specs, **patterns)
+    if not chosen:
+        given = ", ".join(f"--{axis} {pattern!r}" for axis, pattern in patterns.items() if pattern is not None)
+        raise ValueError(f"no kernel of {', '.join(options.arch)} matches all of {given}, though each of them matches some")
+    return chosen
+
+
 def _list(options, expansion) -> int:
     specs = [spec for spec in expansion.specs if spec.arch in options.arch]
-    chosen = select(specs, **{axis: getattr(options, axis) for axis in FILTERS})
+    chosen = _select(options, specs)
     for spec in chosen:
         print(f"{spec.kernel_id:50}  {spec.toolchain:8}  {spec.compile}" if options.explain else spec.kernel_id)
     if options.explain:
@@ -110,7 +120,7 @@ def _build(options, expansion) -> int:
 
     specs = [spec for spec in expansion.specs if spec.arch in options.arch]
     request = pipeline.Request(
-        specs=tuple(select(specs, **{axis: getattr(options, axis) for axis in FILTERS})), matrix=expansion.specs,
+        specs=tuple(_select(options, specs)), matrix=expansion.specs,
         out=options.out.resolve(), build_dir=options.build_dir.resolve(), workers=options.jobs or pipeline.default_workers(),
         werror=options.werror, allow_partial=options.allow_partial,
     )  # fmt: skip

@@ -41,6 +41,6 @@ def parse_archs(text: str) -> tuple[str, ...]:
     names = [name.strip().lower() for name in text.replace(" ", ",").split(",") if name.strip()]
     unknown = [name for name in names if name not in ARCHS and name != "all"]
     if unknown or not names:
-        given = ", ".join(map(repr, unknown)) or "nothing"
-        raise ValueError(f"unknown arch {given}; allowed: {', '.join(ARCHS)}, all, or a comma-separated list of them")
+        given = f"unknown arch {', '.join(map(repr, unknown))}" if unknown else f"no arch in {text!r}"
+        raise ValueError(f"{given}; allowed: {', '.join(ARCHS)}, all, or a comma-separated list of them")
     return tuple(name for name in ARCHS if name in names or name == "cpu" or "all" in names)

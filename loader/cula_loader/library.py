@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
+import warnings
 from ctypes import POINTER, byref, c_uint16, cast
 from dataclasses import dataclass
 
@@ -97,7 +99,21 @@ class Library:
         """Raises the exception of a status that is not CULA_OK, with the library's message."""
         if status:
             kind = errors.BY_STATUS.get(status, errors.InternalError)
-            raise kind(self.last_error())
+            text = self.last_error()
+            for field, said in _PYTHON_NAMES:
+                text = text.replace(field, said)
+            raise kind(text)
+
+
+# Messages of the library name fields of cula.h; what a function here has in the place of one.
+_PYTHON_NAMES = (("has_null_slot is 1", "null_slot is given"), (" is missing (NULL)", " is missing"))
+
+
+def _check_environment() -> None:
+    """Says so where the library will take CULA_NUM_THREADS for not set (aot/common/cpu/cpu_count.h)."""
+    text = os.environ.get("CULA_NUM_THREADS")
+    if text is not None and not (re.fullmatch(r"\s*\+?[0-9]+", text) and 1 <= int(text) <= 4096):
+        warnings.warn(f"CULA_NUM_THREADS={text!r} is no number from 1 to 4096: it counts as not set", RuntimeWarning, stacklevel=3)
 
 
 def library() -> Library:
@@ -107,6 +123,7 @@ def library() -> Library:
         with _lock:
             if _library is None:
                 _library = Library(artifacts.read(artifacts.find()))
+                _check_environment()
     return _library
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
+
 from cula_loader import InvalidArgumentError, empty
+
+
+def refuse_no_integers(op: str, num_threads, null_slot=None) -> None:
+    """For a call with another type than int in one of them. True and 2.0 equal allowed values, and option sets are kept under their values: so
+    they cannot be told apart further down. NumPy's integers are taken."""
+    for name, value in dict(num_threads=num_threads, null_slot=null_slot).items():
+        if isinstance(value, bool) or not (isinstance(value, numbers.Integral) or (name == "null_slot" and value is None)):
+            raise InvalidArgumentError(f"{op}: {name}={value!r}: allowed: an integer" + (" or None" if name == "null_slot" else ""))
 
 
 def new_out(op: str, v, mixed_qkv, state, state_layout):

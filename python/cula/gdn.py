@@ -6,7 +6,7 @@ from cula_loader import call
 from cula_loader.ops import GDN_DECODE, GDN_GATE
 
 from ._gate import run_gate
-from ._outputs import new_out
+from ._outputs import new_out, refuse_no_integers
 
 
 def gdn_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixed_qkv=None, A_log=None, dt_bias=None, gate_kind="none",
@@ -23,6 +23,8 @@ def gdn_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixe
     A_log, dt_bias   HV elements of any shape, "raw" only; None: exp(A_log) = 1, dt_bias = 0
     Everything else is as in cula.kda.kda_decode.
     """
+    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
+        refuse_no_integers("gdn_decode", num_threads, null_slot)
     fresh = ()
     if out is None:
         out, fresh = new_out("gdn_decode", v, mixed_qkv, state, state_layout), ("out",)
@@ -31,7 +33,7 @@ def gdn_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixe
     return out
 
 
-def gdn_gate(x, A_log=None, dt_bias=None, *, beta=None, beta_kind="logit", out=None, beta_out=None, dtype="fp32", num_threads=0,
+def gdn_gate(x, A_log=None, dt_bias=None, *, beta=None, beta_kind=None, out=None, beta_out=None, dtype=None, num_threads=0,
              stream=None, donate=False):
     """The log decay g = -exp(A_log[hv]) * softplus(x + dt_bias[hv]) of a raw gate; with beta also its activation.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cula_loader import call
 from cula_loader.ops import GLA_DECODE
 
-from ._outputs import new_out
+from ._outputs import new_out, refuse_no_integers
 
 
 def gla_decode(q=None, k=None, v=None, gate=None, state=None, *, mixed_qkv=None, gate_kind="none", l2norm=False, scale=None,
@@ -18,6 +18,8 @@ def gla_decode(q=None, k=None, v=None, gate=None, state=None, *, mixed_qkv=None,
     gate        by gate_kind: "none" (decay 1) or "log": g [N,HV,K], the natural log of the decay, g <= 0; float32, bf16 or fp16
     Everything else is as in cula.kda.kda_decode.
     """
+    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
+        refuse_no_integers("gla_decode", num_threads, null_slot)
     fresh = ()
     if out is None:
         out, fresh = new_out("gla_decode", v, mixed_qkv, state, state_layout), ("out",)

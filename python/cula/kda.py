@@ -6,7 +6,7 @@ from cula_loader import call, empty
 from cula_loader.ops import KDA_DECODE, KDA_GATE, KDA_PREFILL
 
 from ._gate import run_gate
-from ._outputs import new_out, shape_of
+from ._outputs import new_out, refuse_no_integers, shape_of
 
 
 def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixed_qkv=None, A_log=None, dt_bias=None, lower_bound=None,
@@ -47,6 +47,8 @@ def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixe
     Raises InvalidArgumentError for operands and options that break a rule, UnsupportedError for dtypes and dims that are not built.
     N = 0 does nothing.
     """
+    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
+        refuse_no_integers("kda_decode", num_threads, null_slot)
     fresh = ()
     if out is None:
         out, fresh = new_out("kda_decode", v, mixed_qkv, state, state_layout), ("out",)
@@ -97,6 +99,8 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     Raises InvalidArgumentError for operands and options that break a rule, UnsupportedError for dtypes, dims and alignments that no kernel
     takes, CudaError where memory cannot be had. N = 0 does nothing.
     """
+    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
+        refuse_no_integers("kda_prefill", num_threads, null_slot)
     fresh = ()
     if out is None:
         out, fresh = empty(v, "out", shape_of("kda_prefill", "v", v)), ("out",)
@@ -106,7 +110,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     return out
 
 
-def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind="logit", out=None, beta_out=None, dtype="fp32",
+def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind=None, out=None, beta_out=None, dtype=None,
              num_threads=0, stream=None, donate=False):
     """The log decay g of a raw gate, elementwise; with beta also its activation. Returns g, or (g, beta_out) where beta is given.
 
@@ -115,8 +119,8 @@ def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_k
 
     x           [T,HV,K] or [B,T,HV,K]; float32, bf16 or fp16; token and head strides are free
     A_log       HV elements of any shape; None: exp(A_log) = 1.   dt_bias  HV*K elements of any shape; None: 0
-    beta        [T,HV] or [B,T,HV] logits; beta_kind "logit": sigmoid(beta), "logit_twice": 2 * sigmoid(beta)
-    out         shape of x; float32, bf16 or fp16; it may be x itself. None: a new array of x's framework, of dtype "fp32", "bf16", "fp16"
+    beta        [T,HV] or [B,T,HV] logits; beta_kind "logit", or None: sigmoid(beta), "logit_twice": 2 * sigmoid(beta)
+    out         shape of x; float32, bf16 or fp16; it may be x itself. None: a new array of x's framework, of dtype "fp32" (or None), "bf16", "fp16"
     beta_out    shape of beta, likewise
 
     (flash-linear-attention: fused_kda_gate.) Raises as kda_decode does.

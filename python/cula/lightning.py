@@ -5,7 +5,7 @@ from __future__ import annotations
 from cula_loader import InvalidArgumentError, call
 from cula_loader.ops import LIGHTNING_DECODE
 
-from ._outputs import new_out
+from ._outputs import new_out, refuse_no_integers
 
 
 def lightning_decode(q=None, k=None, v=None, state=None, *, decay=None, gate=None, gate_kind="none", mixed_qkv=None, l2norm=False,
@@ -25,6 +25,8 @@ def lightning_decode(q=None, k=None, v=None, state=None, *, decay=None, gate=Non
         gate, gate_kind = decay, "decay"
     elif gate_kind == "decay":
         raise InvalidArgumentError("lightning_decode: gate_kind='decay': allowed: 'none', 'log'; pass the constant as decay=")
+    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
+        refuse_no_integers("lightning_decode", num_threads, null_slot)
     fresh = ()
     if out is None:
         out, fresh = new_out("lightning_decode", v, mixed_qkv, state, state_layout), ("out",)

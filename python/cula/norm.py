@@ -5,7 +5,7 @@ from __future__ import annotations
 from cula_loader import InvalidArgumentError, call, empty
 from cula_loader.ops import L2NORM
 
-from ._outputs import shape_of
+from ._outputs import refuse_no_integers, shape_of
 
 
 def l2norm(x, *, eps=1e-6, out=None, rstd=None, dtype=None, num_threads=0, stream=None, donate=False):
@@ -18,6 +18,8 @@ def l2norm(x, *, eps=1e-6, out=None, rstd=None, dtype=None, num_threads=0, strea
 
     (flash-linear-attention: l2norm.) Raises as cula.kda.kda_decode does.
     """
+    if type(num_threads) is not int:
+        refuse_no_integers("l2norm", num_threads)
     fresh = ()
     if out is None:
         if dtype not in (None, "fp32", "bf16", "fp16"):

@@ -57,10 +57,12 @@ def test_help_explains():
 
 @pytest.mark.parametrize("words, message", [
     (["build", "--arch", "sm91"], "unknown arch 'sm91'; allowed: cpu, sm90, sm100, sm103, sm120, all"),
-    (["build", "--arch", ""], "unknown arch nothing; allowed: "),
+    (["build", "--arch", ""], "no arch in ''; allowed: "),
     (["build", "--op", "mamba"], "no kernel has op 'mamba'; there are: "),
     (["build", "--k", "96"], "no kernel has k '96'; there are: 64, 128, 256"),
     (["list", "--state", "fp16"], "no kernel has state 'fp16'; there are: bf16, fp32"),
+    (["list", "--op", "l2norm", "--k", "64"], "matches all of --op 'l2norm', --k '64', though each of them matches some"),
+    (["build", "--op", "l2norm", "--layout", "vk"], "no kernel of cpu, sm90 matches all of --op 'l2norm', --layout 'vk'"),
     (["build", "-j", "0"], "'0' is no number of parallel compiles; allowed: 1 to 1024"),
     (["build", "-j", "-2"], "'-2' is no number of parallel compiles"),
     (["build", "-j", "two"], "'two' is no number of parallel compiles"),

@@ -197,3 +197,48 @@ def test_what_is_not_supported_is_refused_by_name():
         ct.fused_recurrent_gla(x.q, x.k, x.v, use_magic=True)
     with pytest.raises(ValueError, match="allow_neg_eigval"):
         ct.fused_recurrent_kda(x.q, x.k, x.v, x.g, x.beta, allow_neg_eigval=True)
+
+
+# ----------------------------------------------------------------------------------------------------- what is no plain tensor
+
+
+def test_other_arrays_are_refused_by_the_functions_of_torch_alone():
+    import numpy as np
+
+    a = np.zeros((2, 1, 4, 64), "f")
+    for x in (a, [1.0]):
+        kind = type(x).__qualname__
+        for call in (lambda: ct.l2norm(x), lambda: ct.kda_gate(x), lambda: ct.gla_decode(x, x, x), lambda: ct.kda_prefill(x, x, x, x, x, gate_kind="log"),
+                     lambda: ct.chunk_kda(x, x, x, x, x), lambda: ct.fused_recurrent_kda(x, x, x, x, x), lambda: ct.fused_recurrent_gla(x, x, x)):
+            with pytest.raises(cula.InvalidArgumentError, match=f"{kind} is no torch tensor"):
+                call()
+    with pytest.raises(cula.InvalidArgumentError, match="kda_decode: v is missing"):
+        ct.kda_decode()
+
+
+def test_vmap_is_refused():
+    x = rows()
+    q = torch.stack([x.q[:, 0]] * 2)
+    k, v, beta = x.k[:, 0], x.v[:, 0], x.beta[:, 0]
+    for call in (lambda q: ct.kda_decode(q, k, v, beta=beta), lambda q: torch.ops.cula.gla_decode(q, k, v, None, None, None, None, None, None, "none", "value", False, None, "vk", None, 0)[0],
+                 lambda q: ct.kda_prefill(q[None], k[None], v[None], x.g[:, 0][None], beta[None], gate_kind="log")):
+        with pytest.raises(cula.UnsupportedError, match="vmap is not supported"):
+            torch.vmap(call)(q)
+
+
+def test_rules_are_checked_on_fake_tensors():
+    """While a graph is traced; what is right there is right when it runs."""
+    with FakeTensorMode():
+        e = torch.empty
+        rows64, pool = e(2, 4, 64), e(2, 4, 64, 64)
+        wrong = [(lambda: ct.gla_decode(rows64, e(2, 3, 64), rows64, None, pool), "gla_decode: k has shape"),
+                 (lambda: ct.kda_decode(rows64, rows64, rows64, e(2, 4), e(2, 4), pool, gate_kind="log"), "kda_decode: gate has shape"),
+                 (lambda: ct.kda_prefill(rows64[None], rows64[None], rows64[None], rows64[None], e(1, 3, 4), gate_kind="log"), "kda_prefill: beta has shape"),
+                 (lambda: ct.chunk_kda(rows64[None], rows64[None], rows64[None], rows64, e(1, 2, 4)), "kda_prefill: gate has shape"),
+                 (lambda: ct.kda_gate(e(3)), "kda_gate: x has shape"), (lambda: ct.l2norm(e(3)), "l2norm: x has shape"),
+                 (lambda: torch.ops.cula.lightning_decode(rows64, rows64, rows64, None, None, None, None, None, e(1, 4, 64, 64), "none", "value", False, None, "vk", None, 0),
+                  "lightning_decode: state")]
+        for call, message in wrong:
+            with pytest.raises(cula.InvalidArgumentError, match=message):
+                call()
+        assert ct.gla_decode(rows64, rows64, rows64, None, pool).shape == (2, 4, 64)

@@ -6,6 +6,9 @@ The numerics of the kernels over all shapes and dtypes are in tests/numerics; he
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -239,8 +242,60 @@ def test_what_equals_an_allowed_value_is_allowed():
     """Whatever came before: option sets are kept, and 1, True and 1.0 are one key."""
     given = rows("kda")
     want = cula.kda.kda_decode(**{n: x.copy() for n, x in given.items()}, l2norm=True, num_threads=1, scale=1.0)
-    for options in (dict(l2norm=1, num_threads=True, scale=1), dict(l2norm=np.bool_(True) + 0, num_threads=1.0, scale=True)):
+    for options in (dict(l2norm=1, num_threads=np.int32(1), scale=1), dict(l2norm=np.bool_(True) + 0, num_threads=1, scale=True)):
         assert np.array_equal(cula.kda.kda_decode(**{n: x.copy() for n, x in given.items()}, **options), want)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1"])
+def test_integers_are_integers(value):
+    """True and 1.0 equal 1, also right after a call with 1, whose option set is the same key."""
+    x, given = normal(2, 4), rows("kda")
+    for name, call in (("num_threads", lambda n: cula.norm.l2norm(x, num_threads=n)), ("num_threads", lambda n: cula.kda.kda_gate(rows("kda", "log")["gate"], num_threads=n)),
+                       ("num_threads", lambda n: cula.kda.kda_decode(**given, num_threads=n)), ("null_slot", lambda n: cula.kda.kda_decode(**given, null_slot=n)),
+                       ("null_slot", lambda n: cula.kda.kda_prefill(*(given[key][None] for key in "qkv"), rows("kda", "log")["gate"][None], given["beta"][None],
+                                                                    given["state"][:1], gate_kind="log", null_slot=n))):
+        call(1)
+        with pytest.raises(cula.InvalidArgumentError, match=f"{name}={value!r}: allowed: an integer"):
+            call(value)
+    for op in ("gdn", "gla", "lightning"):
+        with pytest.raises(cula.InvalidArgumentError, match="null_slot="):
+            OPS[op](**rows(op), null_slot=value)
+
+
+def test_options_without_a_use_are_refused():
+    x, beta = normal(3, H, K), normal(3, H)
+    for call, message in ((lambda: cula.kda.kda_gate(x, beta_kind="logit"), "beta_kind='logit' is given without beta"),
+                          (lambda: cula.gdn.gdn_gate(beta, beta_kind="logit_twice"), "beta_kind='logit_twice' is given without beta"),
+                          (lambda: cula.kda.kda_gate(x, out=x.copy(), dtype="fp32"), "dtype='fp32' is for results that the call allocates"),
+                          (lambda: cula.kda.kda_gate(x, beta=beta, out=x.copy(), beta_out=beta.copy(), dtype="fp16"), "dtype='fp16' is for results")):
+        with pytest.raises(cula.InvalidArgumentError, match=message):
+            call()
+    assert cula.kda.kda_gate(x, beta=beta, out=x.copy(), dtype="fp16")[1].dtype == np.float16  # of beta's result
+
+
+def test_messages_have_the_names_of_python():
+    x = rows("gla")
+    state = x.pop("state")
+    with pytest.raises(cula.InvalidArgumentError, match="gla_decode: null_slot is given, but there is neither"):
+        cula.gla.gla_decode(**x, null_slot=0)
+    with pytest.raises(cula.InvalidArgumentError, match="gla_decode: gate is missing$"):
+        cula.gla.gla_decode(**x, state=state, gate_kind="log")
+
+
+def test_big_endian_arrays_are_refused_with_what_to_do():
+    x = normal(2, 4)
+    with pytest.raises(cula.InvalidArgumentError, match=r"l2norm: x: dtype >f4 is big-endian.*newbyteorder\('<'\)"):
+        cula.norm.l2norm(x.astype(">f4"))
+    swapped = x.astype(">f4")
+    assert np.array_equal(cula.norm.l2norm(swapped.astype(swapped.dtype.newbyteorder("<"))), cula.norm.l2norm(x))
+
+
+@pytest.mark.parametrize("text, warned", [("2", False), (" +2", False), ("", True), ("two", True), ("0", True), ("-1", True), ("4097", True), ("3x", True)])
+def test_a_wrong_number_of_threads_in_the_environment_is_said(text, warned):
+    """Once a process, by name: the library takes it for not set."""
+    code = "import numpy, cula; [cula.norm.l2norm(numpy.ones((2, 4), 'f')) for _ in range(2)]"
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], env=dict(os.environ, CULA_NUM_THREADS=text), capture_output=True, text=True, check=True)
+    assert done.stderr.count(f"CULA_NUM_THREADS={text!r} is no number from 1 to 4096: it counts as not set") == warned
 
 
 @pytest.mark.parametrize("scale", [np.ones(2), torch.ones(2), [1.0], {}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cula_loader import InvalidArgumentError
 
+from .._gate import gate_options
 from ._xla import arrays, call, dtype_of
 
 
@@ -78,28 +79,23 @@ def lightning_decode(q=None, k=None, v=None, state=None, *, decay=None, gate=Non
 
 
 def _gate(name, x, A_log, dt_bias, lower_bound, beta, beta_kind, dtype, num_threads):
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise InvalidArgumentError(f"{name}: dtype={dtype!r}: allowed: 'fp32', 'bf16', 'fp16'")
+    beta_kind, dtype = gate_options(name, beta, beta_kind, dtype)
     given = arrays(name, x=x, A_log=A_log, dt_bias=dt_bias, beta=beta)
     if "x" not in given:
         raise InvalidArgumentError(f"{name}: x is missing")
     results = {"g": (given["x"].shape, dtype)}
-    if beta is None:
-        beta_kind = "value"  # nothing to activate
-    elif beta_kind == "value":
-        raise InvalidArgumentError(f"{name}: beta_kind='value': allowed: 'logit', 'logit_twice'; a beta that is a value needs no activation")
-    else:
+    if beta is not None:
         results["beta_out"] = (given["beta"].shape, dtype)
     made = call(name, (beta_kind, lower_bound, num_threads), given, results)
     return made[0] if beta is None else made
 
 
-def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind="logit", dtype="fp32", num_threads=0):
+def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind=None, dtype=None, num_threads=0):
     """g, or (g, beta) where beta is given: cula.kda.kda_gate."""
     return _gate("kda_gate", x, A_log, dt_bias, lower_bound, beta, beta_kind, dtype, num_threads)
 
 
-def gdn_gate(x, A_log=None, dt_bias=None, *, beta=None, beta_kind="logit", dtype="fp32", num_threads=0):
+def gdn_gate(x, A_log=None, dt_bias=None, *, beta=None, beta_kind=None, dtype=None, num_threads=0):
     """g, or (g, beta) where beta is given: cula.gdn.gdn_gate."""
     return _gate("gdn_gate", x, A_log, dt_bias, None, beta, beta_kind, dtype, num_threads)
 

@@ -17,6 +17,8 @@ from cula_loader import InvalidArgumentError, NotFoundError, Query, Spec, Unsupp
 from cula_loader.devices import devices
 from cula_loader.ops import BY_NAME
 
+from .._outputs import refuse_no_integers
+
 try:
     import jax
     import jax.custom_batching
@@ -83,6 +85,8 @@ def call(name: str, options: tuple, operands: dict, results: dict, pools: tuple[
     pools: (operand, tensor of the args struct that is written): the operand's memory is the result's where XLA may. The two are the
     same name, or, where the op reads one tensor and writes another, two.
     """
+    named = dict(zip(BY_NAME[name].options, options, strict=True))
+    refuse_no_integers(name, named["num_threads"], named.get("null_slot"))
     try:
         _args_bytes(name, *options)
     except TypeError:  # an unhashable option is no valid one: filling says which

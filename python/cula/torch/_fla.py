@@ -18,6 +18,7 @@ import torch
 from cula_loader import InvalidArgumentError, UnsupportedError
 
 from ._native import gdn_decode, gla_decode, lightning_decode
+from ._tracing import refuse_no_tensor
 
 
 def _refuse(function: str, **given) -> None:
@@ -40,6 +41,7 @@ def state_v_first_of(function: str, state_v_first: bool, others: dict) -> bool:
 
 
 def _one_token(function: str, q) -> None:
+    refuse_no_tensor(q, f"{function}: q")
     if q.dim() != 4:
         raise InvalidArgumentError(f"{function}: q has shape {list(q.shape)}; expected [B,T,H,K]")
     if q.shape[1] != 1:

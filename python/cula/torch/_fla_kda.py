@@ -21,6 +21,7 @@ from cula_loader import InvalidArgumentError, UnsupportedError
 from ._fla import beta_kind, state_v_first_of
 from ._native import kda_decode
 from ._prefill import kda_prefill, new_out
+from ._tracing import refuse_no_tensor
 
 
 def _refuse(function: str, **given) -> None:
@@ -40,6 +41,7 @@ def _gate(function: str, in_kernel: bool, A_log, dt_bias, lower_bound) -> dict:
 
 def check_sequences(function: str, q, initial_state, cu_seqlens, cu_seqlens_cpu=None) -> int:
     """The number of sequences. Refuses what FLA refuses, and a host copy of cu_seqlens whose numbers cannot be one."""
+    refuse_no_tensor(q, f"{function}: q")
     if q.dim() != 4:
         raise InvalidArgumentError(f"{function}: q has shape {list(q.shape)}; expected [B,T,H,K]")
     if cu_seqlens is None:

@@ -11,10 +11,14 @@ would be recorded for a gradient raises when it is called, not in backward, wher
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from cula_loader import UnsupportedError, call
 from cula_loader.ops import BY_NAME
+
+from . import _fake
 
 DECODE = ("kda_decode", "gdn_decode", "gla_decode", "lightning_decode")
 _ROWS = ("q", "k", "v", "mixed_qkv", "gate", "A_log", "dt_bias", "beta")
@@ -67,8 +71,17 @@ def _make_decode(name: str):
             state_layout, lower_bound, None, num_threads)
         return out, final
 
-    register(f"{name}_out", _SCHEMAS["{}_out"], run, lambda *_: None)
-    register(name, _SCHEMAS["{}"], functional, shapes)
+    def check(q, k, v, mixed_qkv, gate, A_log, dt_bias, beta, read_index, write_index, state, state_out, out, *options):
+        _fake.check(op, (q, k, v, mixed_qkv, out, gate, A_log, dt_bias, beta, state, state_out, read_index, write_index), options)
+
+    def fake(q, k, v, mixed_qkv, gate, A_log, dt_bias, beta, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, num_threads):
+        out, final = shapes(q, k, v, mixed_qkv, gate, A_log, dt_bias, beta, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout)
+        check(q, k, v, mixed_qkv, gate, A_log, dt_bias, beta, None, None, initial_state, final, out, gate_kind, beta_kind, l2norm, scale, state_layout,
+              lower_bound, None, num_threads)
+        return out, final
+
+    register(f"{name}_out", _SCHEMAS["{}_out"], run, check)
+    register(name, _SCHEMAS["{}"], functional, fake)
 
 
 def _make_gate(name: str, with_beta: bool):
@@ -84,7 +97,13 @@ def _make_gate(name: str, with_beta: bool):
         call(op, (x, g, A_log, dt_bias, beta, beta_out), (beta_kind, lower_bound, num_threads))
         return results
 
-    register(f"{name}_beta" if with_beta else name, _GATE.format("(Tensor, Tensor)" if with_beta else "Tensor"), run, shapes)
+    def fake(x, A_log, dt_bias, beta, lower_bound, beta_kind, dtype, num_threads):
+        results = shapes(x, A_log, dt_bias, beta, lower_bound, beta_kind, dtype, num_threads)
+        g, beta_out = results if with_beta else (results, None)
+        _fake.check(op, (x, g, A_log, dt_bias, beta, beta_out), (beta_kind, lower_bound, num_threads))
+        return results
+
+    register(f"{name}_beta" if with_beta else name, _GATE.format("(Tensor, Tensor)" if with_beta else "Tensor"), run, fake)
 
 
 def _make_l2norm():
@@ -98,7 +117,12 @@ def _make_l2norm():
         call(op, (x, y, None), (eps, num_threads))
         return y
 
-    register("l2norm", "(Tensor x, float eps, ScalarType dtype, int num_threads) -> Tensor", run, shapes)
+    def fake(x, eps, dtype, num_threads):
+        y = shapes(x, eps, dtype, num_threads)
+        _fake.check(op, (x, y, None), (eps, num_threads))
+        return y
+
+    register("l2norm", "(Tensor x, float eps, ScalarType dtype, int num_threads) -> Tensor", run, fake)
 
 
 def register(name: str, schema: str, kernel, fake) -> None:
@@ -116,6 +140,12 @@ def register(name: str, schema: str, kernel, fake) -> None:
 
     library.impl(name, forward_only, "Autograd")
     torch.library.register_fake(f"cula::{name}", fake, lib=library)
+    if name.startswith(DECODE + ("kda_prefill",)):
+        torch.library.register_vmap(f"cula::{name}", functools.partial(_refuse_vmap, name), lib=library)
+
+
+def _refuse_vmap(name, *_):
+    raise UnsupportedError(f"{name}: vmap is not supported: the operands have a dimension for the batch already (rows N, tokens T); reshape into it")
 
 
 for _name in DECODE:

@@ -12,6 +12,7 @@ import torch
 from cula_loader import InvalidArgumentError
 
 from .. import gdn, gla, kda, lightning, norm
+from .._gate import gate_options
 from . import _library  # noqa: F401  defines torch.ops.cula
 from ._tracing import keep_for, refuse_stream, traced
 
@@ -102,20 +103,22 @@ def _dtype(dtype) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind="logit", dtype="fp32", num_threads=0):
+def kda_gate(x, A_log=None, dt_bias=None, *, lower_bound=None, beta=None, beta_kind=None, dtype=None, num_threads=0):
     """cula.kda.kda_gate on torch tensors; see there."""
     if not traced(x):
         return kda.kda_gate(x, A_log, dt_bias, lower_bound=lower_bound, beta=beta, beta_kind=beta_kind, dtype=dtype, num_threads=num_threads)
+    beta_kind, dtype = gate_options("kda_gate", beta, beta_kind, dtype)
     op = torch.ops.cula.kda_gate if beta is None else torch.ops.cula.kda_gate_beta
-    return op.default(x, A_log, dt_bias, beta, lower_bound, "value" if beta is None else beta_kind, _dtype(dtype), num_threads)
+    return op.default(x, A_log, dt_bias, beta, lower_bound, beta_kind, _dtype(dtype), num_threads)
 
 
-def gdn_gate(x, A_log=None, dt_bias=None, *, beta=None, beta_kind="logit", dtype="fp32", num_threads=0):
+def gdn_gate(x, A_log=None, dt_bias=None, *, beta=None, beta_kind=None, dtype=None, num_threads=0):
     """cula.gdn.gdn_gate on torch tensors; see there."""
     if not traced(x):
         return gdn.gdn_gate(x, A_log, dt_bias, beta=beta, beta_kind=beta_kind, dtype=dtype, num_threads=num_threads)
+    beta_kind, dtype = gate_options("gdn_gate", beta, beta_kind, dtype)
     op = torch.ops.cula.gdn_gate if beta is None else torch.ops.cula.gdn_gate_beta
-    return op.default(x, A_log, dt_bias, beta, None, "value" if beta is None else beta_kind, _dtype(dtype), num_threads)
+    return op.default(x, A_log, dt_bias, beta, None, beta_kind, _dtype(dtype), num_threads)
 
 
 def l2norm(x, *, eps=1e-6, dtype=None, num_threads=0):

@@ -14,6 +14,7 @@ from cula_loader import InvalidArgumentError, call
 from cula_loader.ops import KDA_PREFILL
 
 from .. import kda
+from . import _fake
 from ._library import register
 from ._tracing import keep_for, refuse_stream, traced
 
@@ -62,8 +63,22 @@ def _functional(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, 
     return out, final
 
 
-register("kda_prefill_out", _OUT, _run, lambda *_: None)
-register("kda_prefill", _FUNCTIONAL, _functional, _results)
+def _fake_run(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, read_index, write_index, checkpoint_index, state_out, checkpoints, out,
+              in_place, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, *how):
+    _fake.check(KDA_PREFILL, (q, k, v, out, gate, A_log, dt_bias, beta, cu_seqlens, state_out if in_place else initial_state, state_out, read_index,
+                              write_index, checkpoints, checkpoint_index),
+                (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, *how))
+
+
+def _fake_functional(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, *how):
+    out, final = _results(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout)
+    _fake_run(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, None, None, None, final, None, out, False, gate_kind, beta_kind, l2norm, scale,
+              state_layout, lower_bound, None, 0, *how)
+    return out, final
+
+
+register("kda_prefill_out", _OUT, _run, _fake_run)
+register("kda_prefill", _FUNCTIONAL, _functional, _fake_functional)
 
 
 def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, beta_kind="value",

@@ -14,7 +14,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def traced(x) -> bool:
     """True under torch.compile, torch.export, make_fx, FakeTensorMode, functorch transforms, and for tensor subclasses: there the custom
     ops of _library are called, elsewhere the loader, which is 10 us faster."""
-    return torch.compiler.is_compiling() or _modes() > 0 or _transforms() is not None or type(x) not in _PLAIN
+    if type(x) not in _PLAIN:
+        refuse_no_tensor(x)
+        return x is not None  # what is missing is said by the function itself
+    return torch.compiler.is_compiling() or _modes() > 0 or _transforms() is not None
+
+
+def refuse_no_tensor(x, name: str = "") -> None:
+    if x is not None and not isinstance(x, torch.Tensor):
+        raise InvalidArgumentError(f"{name}{': ' if name else ''}{type(x).__module__}.{type(x).__qualname__} is no torch tensor: cula.torch is for torch alone; "
+                                   "cula.kda, cula.gdn, cula.gla, cula.lightning and cula.norm take arrays of any framework")
 
 
 def refuse_stream(stream) -> None:
