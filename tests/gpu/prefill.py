@@ -54,18 +54,18 @@ class Problem:
 
 
 def make(lens, H=2, HV=None, *, io=bf16, gate="safe", gate_dtype=bf16, beta="logit", beta_dtype=bf16, keys="random", fixed=False, seed=0, params=f32,
-         before=0, after=0, device="cuda", **options) -> Problem:
+         before=0, after=0, device="cuda", dim_k=D, dim_v=D, **options) -> Problem:
     HV = HV or H
     gen = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, device=device, generator=gen)
     uniform = lambda *shape: torch.rand(*shape, device=device, generator=gen)
     B, T = (len(lens), lens[0]) if fixed else (1, before + sum(lens) + after)
-    q, k, v, g, b = normal(B, T, H, D), normal(B, T, H, D), normal(B, T, HV, D), normal(B, T, HV, D), normal(B, T, HV)
-    A_log, dt_bias = uniform(HV), uniform(HV, D)
+    q, k, v, g, b = normal(B, T, H, dim_k), normal(B, T, H, dim_k), normal(B, T, HV, dim_v), normal(B, T, HV, dim_k), normal(B, T, HV)
+    A_log, dt_bias = uniform(HV), uniform(HV, dim_k)
     if keys == "identical":
-        k = normal(1, 1, H, D).expand_as(k).clone()
+        k = normal(1, 1, H, dim_k).expand_as(k).clone()
     elif keys == "correlated":
-        k = 0.9**0.5 * normal(1, 1, H, D) + 0.1**0.5 * k
+        k = 0.9**0.5 * normal(1, 1, H, dim_k) + 0.1**0.5 * k
     elif keys == "short":
         k = k * 0.05
     if gate == "slow":
@@ -92,7 +92,7 @@ def make(lens, H=2, HV=None, *, io=bf16, gate="safe", gate_dtype=bf16, beta="log
         for t in x.values():
             t[:, :before] = NAN
             t[:, T - after :] = NAN
-    return Problem(list(lens), fixed, before, **x, h0=0.5 * normal(len(lens), HV, D, D), options=options,
+    return Problem(list(lens), fixed, before, **x, h0=0.5 * normal(len(lens), HV, dim_v, dim_k), options=options,
                    raw=dict(A_log=A_log.to(params), dt_bias=dt_bias.to(params)) if raw else {})
 
 
@@ -110,7 +110,7 @@ def reference(p: Problem, l2norm=True, scale=None) -> tuple[list[torch.Tensor], 
     q, k, v, g, b = (rows(x) for x in (p.q, p.k, p.v, p.gate, p.beta))
     if l2norm:
         q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = (q * (D**-0.5 if scale is None else scale)).repeat_interleave(hv // q.shape[2], 2)
+    q = (q * (q.shape[-1] ** -0.5 if scale is None else scale)).repeat_interleave(hv // q.shape[2], 2)
     k = k.repeat_interleave(hv // k.shape[2], 2)
     if p.raw:
         rate, x = p.raw["A_log"].double().exp()[:, None], g + p.raw["dt_bias"].double()
@@ -158,6 +158,8 @@ def arguments(p: Problem, **kw) -> dict:
 def kernels_of(p: Problem, state="fp32", layout="vk", segments=1) -> tuple[str, ...]:
     """Ids of the kernels that a call with these options must launch."""
     io = NAMES[p.q.dtype]
+    if p.q.device.type == "cpu":
+        return (f"kda_prefill.cpu.{io}.s{state}.k{p.q.shape[-1]}.{layout}",)
     prep = f"kda_prefill.sm90.{io}.k128.v128.prep{'_gf32' if p.gate.dtype == f32 else ''}"
     pools = f"kda_prefill.sm90.{io}.s{state}.k128.v128.{layout}"
     between = (f"{pools}.scan", "kda_prefill.sm90.fp32.k128.v128.carry") if segments > 1 else ()
