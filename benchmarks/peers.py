@@ -39,6 +39,35 @@ def recorded() -> list[Recorded]:
     return rows
 
 
+@dataclass(frozen=True)
+class RecordedPrefill:
+    lib: str
+    gates: str
+    heads: int
+    shape: str
+    ms: float
+
+
+def recorded_prefill() -> list[RecordedPrefill]:
+    """Rows of the prefill table: lib, random or slow gates, heads, shape as PEERS.md names it, ms."""
+    rows = []
+    for line in (Path(__file__).parent / "PEERS.md").read_text().splitlines():
+        cells = [c.strip() for c in line.strip().strip("|").split("|")]
+        if len(cells) == 5 and cells[1] in ("random", "slow"):
+            rows.append(RecordedPrefill(cells[0], cells[1], int(cells[2]), cells[3], float(cells[4])))
+    return rows
+
+
+def fla_prefill(a: dict):
+    """a: the arguments of kda_prefill that cula is given. FLA's states are K first, of the same size."""
+    from fla.ops.kda import chunk_kda
+    cu = None if a["cu_seqlens"] is None else a["cu_seqlens"].long()
+    return lambda: chunk_kda(
+        a["q"], a["k"], a["v"], a["gate"], a["beta"], A_log=a["A_log"], dt_bias=a["dt_bias"].view(-1), initial_state=a["state"],
+        output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
+        lower_bound=LOWER_BOUND, cu_seqlens=cu)
+
+
 def fla_kda(x: Inputs):
     from fla.ops.kda import fused_recurrent_kda
     return lambda: fused_recurrent_kda(

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`make bench`: what this machine reaches, beside the floor and the peers. Writes Markdown, JSON and a plot.
 
-With a GPU: decode of every family and shape, the gate and norm ops, host time, cold start, import time, accuracy, and the cpu arch. Without: the last
+With a GPU: decode of every family and shape, the gate and norm ops, KDA prefill, host time, cold start, import time, accuracy, and the cpu arch. Without: the last
 ones that need no GPU. Nothing is compiled on the way except the few lines of C++ whose host time is measured.
 """
 
@@ -32,8 +32,8 @@ def machine(gpu: bool) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=["decode", "gates", "all"], default="all", help="which operators to measure")
-    parser.add_argument("--quick", action="store_true", help="decode: N = 1 and 128 only, one state layout; gates: T = 8192 only")
+    parser.add_argument("--op", choices=["decode", "gates", "prefill", "all"], default="all", help="which operators to measure")
+    parser.add_argument("--quick", action="store_true", help="decode: N = 1 and 128 only, one state layout; gates: T = 8192 only; prefill: three shapes")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for bench.md, .json and .png")
     parser.add_argument("--no-cpu", action="store_true", help="leave out the cpu arch")
     args = parser.parse_args()
@@ -42,19 +42,21 @@ def main() -> int:
         import torch
     except ImportError:
         parser.error("the benchmark makes its tensors with torch, which is not installed")
-    from benchmarks import decode, decode_cpu, gates, host, report
+    from benchmarks import decode, decode_cpu, gates, host, prefill, report
 
     gpu = torch.cuda.is_available()
     result = {"machine": machine(gpu), "quick": args.quick, "import": host.import_ms()}
     if gpu:
         result["cold"] = host.cold_start()
-        if args.op != "gates":
+        if args.op in ("decode", "all"):
             result["decode"] = decode.run(args.quick)
-        if args.op != "decode":
+        if args.op in ("gates", "all"):
             result["gates"] = gates.run(args.quick, result.get("decode", {}).get("copy_GBs"))
+        if args.op in ("prefill", "all"):
+            result["prefill"] = prefill.run(args.quick, result.get("decode", result.get("gates", {})).get("copy_GBs"))
     else:
         print("no GPU: only what runs on the CPU is measured", flush=True)
-    if not args.no_cpu and args.op != "gates":
+    if not args.no_cpu and args.op in ("decode", "all"):
         result["cpu"] = decode_cpu.run(args.quick)
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,8 @@ def main() -> int:
     text = report.markdown(result)
     if "gates" in result:
         text += "\n" + gates.markdown(result["gates"]) + "\n"
+    if "prefill" in result:
+        text += "\n" + prefill.markdown(result["prefill"]) + "\n"
     (args.out / "bench.md").write_text(text)
     missing = report.plot(result, args.out / "bench.png")
     print(f"\nwritten: {args.out}/bench.md, bench.json" + (f"; no plot: {missing}" if missing else ", bench.png") + "\n")
