@@ -29,14 +29,16 @@ class Recorded:
     host_us: float
 
 
+def _table_rows(columns: int) -> list[list[str]]:
+    """The cells of every line of PEERS.md that has so many, headers among them."""
+    lines = (Path(__file__).parent / "PEERS.md").read_text().splitlines()
+    rows = ([c.strip() for c in line.strip().strip("|").split("|")] for line in lines)
+    return [cells for cells in rows if len(cells) == columns]
+
+
 def recorded() -> list[Recorded]:
-    rows = []
-    for line in (Path(__file__).parent / "PEERS.md").read_text().splitlines():
-        cells = [c.strip() for c in line.strip().strip("|").split("|")]
-        if len(cells) == 7 and cells[4].isdigit():
-            heads = tuple(int(x) for x in cells[3].split("/"))
-            rows.append(Recorded(cells[0], cells[1], cells[2], heads, int(cells[4]), float(cells[5]), float(cells[6])))
-    return rows
+    return [Recorded(c[0], c[1], c[2], tuple(int(x) for x in c[3].split("/")), int(c[4]), float(c[5]), float(c[6]))
+            for c in _table_rows(7) if c[4].isdigit()]
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,7 @@ class RecordedPrefill:
 
 def recorded_prefill() -> list[RecordedPrefill]:
     """Rows of the prefill table: lib, random or slow gates, heads, shape as PEERS.md names it, ms."""
-    rows = []
-    for line in (Path(__file__).parent / "PEERS.md").read_text().splitlines():
-        cells = [c.strip() for c in line.strip().strip("|").split("|")]
-        if len(cells) == 5 and cells[1] in ("random", "slow"):
-            rows.append(RecordedPrefill(cells[0], cells[1], int(cells[2]), cells[3], float(cells[4])))
-    return rows
+    return [RecordedPrefill(c[0], c[1], int(c[2]), c[3], float(c[4])) for c in _table_rows(5) if c[1] in ("random", "slow")]
 
 
 def fla_prefill(a: dict):
