@@ -140,9 +140,9 @@ def from_array_interface(interface: dict, device: tuple[int, int], x) -> Reading
     """Through `__cuda_array_interface__` (versions 2 and 3) or numpy's `__array_interface__` of x."""
     typestr = interface["typestr"]
     name = _TYPESTR.get(typestr)
-    if typestr[0] == ">":
-        raise BufferError(f"dtype {typestr} is big-endian, cula reads little-endian numbers: x.astype(x.dtype.newbyteorder('<'))")
     if name is None:
+        if typestr[0] == ">":
+            raise BufferError(f"dtype {typestr} is big-endian, cula reads little-endian numbers: x.astype(x.dtype.newbyteorder('<'))")
         dtype = getattr(getattr(x, "dtype", None), "name", typestr)  # bfloat16 has no typestr, and asking for the name costs 2 us
         if dtype != "bfloat16":
             raise BufferError(f"dtype {dtype} is none that cula reads ({', '.join(abi.DTYPES)})")
