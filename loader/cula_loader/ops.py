@@ -99,12 +99,14 @@ def _fill_decode(args, beta_kind, l2norm, scale, state_layout, lower_bound, null
     args.num_threads = _integer("num_threads", num_threads, 0, 2**31 - 1)
 
 
-def _fill_prefill(args, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads):
+def _fill_prefill(args, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, exact,
+                  num_threads):
     args.gate_kind = _choice("gate_kind", gate_kind, _PREFILL_GATES)
     _fill_decode(args, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, num_threads)
     args.checkpoint_interval = _integer("checkpoint_interval", checkpoint_interval, 0, 2**63 - 1)
     args.variant = _choice("variant", variant, abi.PREFILL_VARIANTS)
     args.segments = _integer("segments", segments, 0, 64)
+    args.exact = _flag("exact", exact)
 
 
 def _fill_gate(args, beta_kind, lower_bound, num_threads):
@@ -127,7 +129,7 @@ LIGHTNING_DECODE = _decode("lightning_decode", {"none": "none", "log": "log_head
 
 _PREFILL_GATES = {"log": abi.GATE_KINDS["log_channel"], "raw": abi.GATE_KINDS["raw"]}
 KDA_PREFILL = Op("kda_prefill", options=("gate_kind", "beta_kind", "l2norm", "scale", "state_layout", "lower_bound", "null_slot",
-                                         "checkpoint_interval", "variant", "segments", "num_threads"),
+                                         "checkpoint_interval", "variant", "segments", "exact", "num_threads"),
                  fill=_fill_prefill, lead="out", outputs=("out", "state_out", "checkpoints"))
 
 _GATE = dict(options=("beta_kind", "lower_bound", "num_threads"), fill=_fill_gate, lead="g", outputs=("g", "beta_out"))

@@ -59,7 +59,7 @@ def kda_decode(q=None, k=None, v=None, gate=None, beta=None, state=None, *, mixe
 
 def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, beta_kind="value",
                 l2norm=False, scale=None, state_layout="vk", state_out=None, read_index=None, write_index=None, checkpoints=None,
-                checkpoint_index=None, checkpoint_interval=0, null_slot=None, out=None, variant="auto", segments=0, num_threads=0, stream=None,
+                checkpoint_index=None, checkpoint_interval=0, null_slot=None, out=None, variant="auto", segments=0, exact=False, num_threads=0, stream=None,
                 donate=False):
     """All tokens of N sequences; returns out, and stores final states in state_out.
 
@@ -91,7 +91,10 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     Options
         l2norm, scale, state_layout, num_threads, stream, donate   as in kda_decode
         variant     "auto"; "serial", "overlap": how the kernels follow one another, for tests and measurements
-        segments    parts that each sequence is cut into, run at the same time and joined exactly; 0: chosen by the plan, 1: none, at most 64
+        segments    parts that each sequence is cut into and that run at the same time; 0: chosen by the plan, 1: none, at most 64
+        exact       True: every segment starts from the state that the tokens before it leave. False: or up to 64 tokens earlier from zero, where
+                    the device finds that those forget what was before them (||dS_after / dS_before|| below 2^-32); a NaN before them then
+                    does not reach the segment
 
     A call on a GPU uses device memory beside its operands (cula.query says how much): of torch's allocator for torch tensors on torch's current
     stream, else of the driver's, in the order of the stream.
@@ -105,7 +108,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     if out is None:
         out, fresh = empty(v, "out", shape_of("kda_prefill", "v", v)), ("out",)
     call(KDA_PREFILL, (q, k, v, out, gate, A_log, dt_bias, beta, cu_seqlens, state, state_out, read_index, write_index, checkpoints, checkpoint_index),
-         (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads), stream,
+         (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, exact, num_threads), stream,
          donate, fresh)
     return out
 

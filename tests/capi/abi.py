@@ -44,7 +44,7 @@ class PrefillArgs(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), *((name, T) for name in PREFILL_TENSORS), ("null_slot", c_int64), ("checkpoint_interval", c_int64),
                 ("has_null_slot", c_int32), ("gate_kind", c_int32), ("beta_kind", c_int32), ("state_layout", c_int32), ("l2norm", c_int32),
                 ("has_scale", c_int32), ("scale", c_float), ("lower_bound", c_float), ("variant", c_int32), ("segments", c_int32),
-                ("num_threads", c_int32), ("reserved0", c_int32)]
+                ("num_threads", c_int32), ("exact", c_int32)]
 
 
 class GateArgs(ctypes.Structure):

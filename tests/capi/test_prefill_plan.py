@@ -36,6 +36,7 @@ def random_problem(rng):
     io, state, layout = rng.choice(["bf16", "fp16"]), rng.choice(["fp32", "bf16"]), rng.choice(["vk", "kv"])
     gate = rng.choice(["LOG_CHANNEL", "RAW"])
     fields = dict(l2norm=rng.randint(0, 1), beta=rng.choice(list(abi.BETAS)), variant=rng.choice([0, 0, 1, 2]), segments=rng.choice([0, 0, 1, 2, 5, 64]))
+    fields |= dict(exact=rng.randint(0, 1))
     if rng.random() < 0.3:
         fields.update(has_scale=1, scale=rng.choice([0.0, 1.0, -0.5]))
     if gate == "RAW" and rng.random() < 0.5:
@@ -75,9 +76,9 @@ def random_problem(rng):
 
 
 def segments_of(chains, chunks, sms):
-    """As many as keep the scan at one wave, where walking every chunk twice is still shorter than once."""
-    most = min(64, 1 + sms // (4 * chains), chunks)
-    return most if most >= 2 and 2 * ceil(chunks, most) + 5 * (most - 2) + 8 < chunks else 1
+    """Where walking every chunk twice is still shorter than once; then the least of the times with and without warm-up together."""
+    exact = {p: 2 * ceil(chunks, p) + 5 * (p - 2) + 8 for p in range(2, min(64, (sms - 4) // (2 * chains), chunks) + 1)}
+    return min((p for p in exact if exact[p] < chunks), key=lambda p: (exact[p] + ceil(chunks, p), p), default=1)
 
 
 def expected(call, dims, kinds, sms):
@@ -91,7 +92,7 @@ def expected(call, dims, kinds, sms):
     segments = a.segments or segments_of(n * hv, ceil(t if cu is None else t // n, 32), sms)
     overlap = {0: segments > 1 or 2 * n * hv <= sms, 1: False, 2: True}[a.variant]
     groups = ceil(hv, max(sms // 2, 1))
-    records, flags = chunks * hv * RECORD, ceil(chunks * hv * 4, 128) * 128
+    records, flags = chunks * hv * RECORD, ceil((chunks + 2 * n) * hv * 4, 128) * 128
     size = records + flags + (n * hv * segments * CARRY if segments > 1 else 0)
     at = {"b": 0, "t": 1, "h": 2}
 
@@ -104,7 +105,7 @@ def expected(call, dims, kinds, sms):
     shared["mode.cu_dtype"] = index("cu_seqlens")
     prep = {**shared, **{key: value for name in ("q", "k", "gate", "beta") for key, value in strides(name).items()}}
     prep |= {name.lower(): address(x.get(name)) for name in ("q", "k", "gate", "A_log", "dt_bias", "beta")}
-    prep |= dict(group=hv // h, segments=segments if n == 1 else 1, scale=a.scale if a.has_scale else f32(128**-0.5), lower_bound=a.lower_bound)
+    prep |= dict(group=hv // h, segments=segments if n == 1 else 1, cut=1 if a.exact else segments, scale=a.scale if a.has_scale else f32(128**-0.5), lower_bound=a.lower_bound)
     prep |= {"mode.gate_raw": int(a.gate_kind == 3), "mode.beta_kind": a.beta_kind, "mode.l2norm": a.l2norm}
     prep |= {f"mode.{name.lower()}_dtype": CODE[name_of(x.get(name))] for name in ("gate", "A_log", "dt_bias", "beta")}
     main = {**shared, **strides("v"), **strides("out"), "carry": BASE + records + flags, "v": address(x["v"]), "out": address(x["out"]), "segments": segments}
@@ -119,8 +120,10 @@ def expected(call, dims, kinds, sms):
     pools = f"{gpu}.s{state}.k128.v128.{layout}"
     launches = [(f"{gpu}.k128.v128.{'prep_gf32' if name_of(x['gate']) == 'fp32' else 'prep'}", min(chunks * hv, sms * (2 if overlap else 3)), 256, False, prep)]
     if segments > 1:
+        between = dict(carry=BASE + records + flags, segments=segments)
+        between |= {key: shared[key] for key in ("flags", "cu_seqlens", "tokens", "hv", "chunks", "mode.cu_dtype")}
         launches.append((f"{pools}.scan", 4 * n * hv * (segments - 1), 128, overlap, main))
-        launches.append(("kda_prefill.sm90.fp32.k128.v128.carry", 16 * n * hv, 128, overlap, dict(carry=BASE + records + flags, segments=segments)))
+        launches.append(("kda_prefill.sm90.fp32.k128.v128.carry", 16 * n * hv, 128, overlap, between))
     launches.append((f"{pools}.state", 2 * n * hv * segments, 128, overlap, main))
     return launches, size
 
@@ -140,7 +143,7 @@ def test_random_problems(lib):
         assert [abi.kernel_id(lib, launch.kernel) for launch in b.launch[: b.count]] == [kernel for kernel, *_ in want]
         for launch, (kernel, blocks, threads, overlap, params) in zip(b.launch, want):
             got = abi.launch_params(kernel, launch)
-            assert set(got) == {*params, "modes"} - ({"modes"} if "carry" in kernel else set())
+            assert set(got) == {*params, "modes"}
             assert {name: got[name] for name in params} == params
             c = launch.config
             assert (list(c.grid), list(c.block), c.dynamic_smem) == ([blocks, 1, 1], [threads, 1, 1], SMEM[kernel.split(".")[-1]])
@@ -184,7 +187,7 @@ def test_every_record_of_every_split_has_its_place(lib):
 # (heads, sequences, tokens): segments, side by side; the table of the README
 CHOICES = {
     (64, 1, 8192): (1, True), (64, 2, 8192): (1, False), (96, 1, 8192): (1, False), (66, 1, 8192): (1, True), (67, 1, 8192): (1, False),
-    (16, 1, 8192): (3, True), (8, 1, 8192): (5, True), (8, 1, 32768): (5, True), (4, 1, 32768): (9, True), (32, 1, 8192): (1, True),
+    (16, 1, 8192): (4, True), (8, 1, 8192): (8, True), (8, 1, 32768): (8, True), (4, 1, 32768): (16, True), (32, 1, 8192): (1, True),
     (8, 1, 512): (1, True), (1, 1, 1): (1, True), (1, 132, 64): (1, False), (8, 1, 1): (1, True),
 }  # fmt: skip
 
@@ -237,8 +240,10 @@ def test_numbers_are_those_of_the_kernels():
     constant = lambda name, key: int(re.search(rf"\b{key} = (\d+)", text[name]).group(1))
     for plan, name, key in (("kPrepThreads", "prep_layout.cuh", "kThreads"), ("kCarryThreads", "kda_carry.cu", "kCarryThreads"), ("kStateThreads", "state.py", "THREADS")):
         assert constant("plan.cpp", plan) == constant(name, key)
-    rows, dim = constant("kda_carry.cu", "kCarryRows"), constant("kda_carry.cu", "kCarryDim")
+    rows, dim = constant("kda_carry.cu", "kCarryRows"), constant("record.h", "kDim")
     assert constant("plan.cpp", "kCarryBlocks") == dim // rows
+    assert (constant("record.h", "kWarm"), constant("record.h", "kForgotten")) == (2, 32)
+    assert "WARM, FORGOTTEN = 2, 32\n" in text["state.py"]
     stated = {"prep": int(re.search(r"kSmemBytes == (\d+)", text["prep_layout.cuh"])[1]), "carry": int(re.search(r"kCarrySmemBytes == (\d+)", text["kda_carry.cu"])[1])}
     assert RECORD == int(re.search(r"kRecordBytes == (\d+)", text["record.h"])[1])
     specs = [spec for spec in expand_all().specs if spec.op == "kda_prefill" and spec.toolchain == "cutlass"]

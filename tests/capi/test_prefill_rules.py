@@ -52,7 +52,7 @@ RULES = [
     ("segments is 2; must be 0 or 1 for CPU tensors", lambda: prefill(segments=2, device=(CPU, 0))),
     ("num_threads is -1; must be 0 (all) or more", lambda: prefill(num_threads=-1)),
     ("num_threads is 4; must be 0 for tensors on a GPU", lambda: prefill(num_threads=4)),
-    ("reserved0 is 1; must be 0", lambda: prefill(reserved0=1)),
+    ("exact is 2; must be 0 or 1", lambda: prefill(exact=2)),
     # operands that are missing or have no use
     *((f"{name} is missing (NULL)", lambda name=name: with_(prefill(), **{name: None})) for name in ("q", "k", "v", "out", "gate", "beta")),
     ("A_log is given, but gate_kind is not RAW", lambda: with_(prefill(), A_log=tensor([4]))),

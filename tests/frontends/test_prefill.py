@@ -48,7 +48,7 @@ def test_every_form_of_a_call_is_the_recurrence():
     assert torch.equal(again, out) and torch.equal(pool[slots], states) and pool[[1, 2, 4, 6, 8]].isnan().all()
 
     functional = torch.ops.cula.kda_prefill(*operands(p), p.raw["A_log"], p.raw["dt_bias"], problems.cu_seqlens(p), p.h0, "raw", "logit", True, None,
-                                            "vk", -5.0, "auto", 0, 0)
+                                            "vk", -5.0, "auto", 0, False, 0)
     assert torch.equal(functional[0], out) and torch.equal(functional[1], states)
 
 
@@ -110,23 +110,23 @@ def test_custom_ops_pass_opcheck():
     scalars = ("raw", "logit", True, None, "kv", -5.0)
     head = (*operands(p), p.raw["A_log"], p.raw["dt_bias"], problems.cu_seqlens(p))
     for state in (p.h0, None):
-        torch.library.opcheck(torch.ops.cula.kda_prefill.default, (*head, state, *scalars, "auto", 0, 0))
+        torch.library.opcheck(torch.ops.cula.kda_prefill.default, (*head, state, *scalars, "auto", 0, False, 0))
     slots = torch.tensor([0, 3, 1, 2])
     out = torch.zeros_like(p.v)
     for state, read, final, in_place in ((p.h0, None, torch.zeros_like(p.h0), False), (None, slots, p.h0.clone(), True), (p.h0, None, None, False)):
         write = None if final is None else slots
         torch.library.opcheck(torch.ops.cula.kda_prefill_out.default,
-                              (*head, state, read, write, None, final, None, out, in_place, *scalars, None, 0, "auto", 0, 0))
+                              (*head, state, read, write, None, final, None, out, in_place, *scalars, None, 0, "auto", 0, False, 0))
     fixed = problem((20, 20), fixed=True)
     torch.library.opcheck(torch.ops.cula.kda_prefill.default,
-                          (*operands(fixed), fixed.raw["A_log"], None, None, None, *scalars, "auto", 0, 0))
+                          (*operands(fixed), fixed.raw["A_log"], None, None, None, *scalars, "auto", 0, False, 0))
 
 
 def test_in_place_needs_its_pool():
     p = problem()
     with pytest.raises(cula.InvalidArgumentError, match="in_place=True reads initial states from state_out"):
         torch.ops.cula.kda_prefill_out(*operands(p), None, None, problems.cu_seqlens(p), p.h0, None, None, None, torch.zeros_like(p.h0), None,
-                                       torch.empty_like(p.v), True, "raw", "logit", True, None, "vk", None, None, 0, "auto", 0, 0)
+                                       torch.empty_like(p.v), True, "raw", "logit", True, None, "vk", None, None, 0, "auto", 0, False, 0)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -147,7 +147,7 @@ def test_fake_tensors_are_traced_and_never_launched():
     with FakeTensorMode():
         q, v, gate, beta = e(1, 50, 2, 128, dtype=torch.bfloat16), e(1, 50, 4, 128, dtype=torch.bfloat16), e(1, 50, 4, 128), e(1, 50, 4)
         out = ct.kda_prefill(q, q, v, gate, beta, gate_kind="log", cu_seqlens=e(4, dtype=torch.int32))
-        both = torch.ops.cula.kda_prefill(q, q, v, gate, beta, None, None, e(4, dtype=torch.int32), None, "log", "value", True, None, "kv", None, "auto", 0, 0)
+        both = torch.ops.cula.kda_prefill(q, q, v, gate, beta, None, None, e(4, dtype=torch.int32), None, "log", "value", True, None, "kv", None, "auto", 0, False, 0)
     assert out.shape == v.shape and out.dtype is torch.bfloat16
     assert both[0].shape == v.shape and both[1].shape == (3, 4, 128, 128) and both[1].dtype is f32
 

@@ -78,6 +78,9 @@ def make(lens, H=2, HV=None, *, io=bf16, gate="safe", gate_dtype=bf16, beta="log
         g = torch.where(uniform(*g.shape) < 0.3, -0.1, float(gate[4:]))
     elif gate == "log 0":
         g.zero_()
+    elif gate == "log spans":  # 100 tokens that forget at once or that keep nearly everything, by turns and by head
+        fast = (torch.arange(T, device=device)[:, None] // 100 + torch.arange(HV, device=device)) % 3 < 2
+        g = torch.where(fast[None, :, :, None], -1.5 * uniform(*g.shape), -1e-3)
     elif gate == "log mix":
         g = -torch.exp(2 * g - 4)
     if beta in ("0", "1", "2"):
@@ -196,7 +199,7 @@ class CCall:
         self.keep = tensors = {name: x for name, x in kw.items() if isinstance(x, torch.Tensor)}
         fields = dict(gate_kind={"log": 2, "raw": 3}[kw["gate_kind"]], beta_kind={"value": 0, "logit": 1, "logit_twice": 2}[kw["beta_kind"]],
                       state_layout={"vk": 0, "kv": 1}[kw.get("state_layout", "vk")], l2norm=int(kw["l2norm"]), lower_bound=kw.get("lower_bound") or 0.0,
-                      segments=kw.get("segments", 0), variant={"auto": 0, "serial": 1, "overlap": 2}[kw.get("variant", "auto")])
+                      segments=kw.get("segments", 0), exact=int(kw.get("exact", False)), variant={"auto": 0, "serial": 1, "overlap": 2}[kw.get("variant", "auto")])
         described = {name: abi.tensor(x.shape, _CODES[x.dtype], list(x.stride()), x.data_ptr(), (abi.GPU, x.device.index)) for name, x in tensors.items()}
         self.call = abi.Call("kda_prefill", described, **fields)
         status, needs = self.call.query(self.lib, "device")

@@ -86,6 +86,12 @@ CASES = {
     "8 segments, slow decay, kv, fp16": (dict(lens=[2047], io=fp16, gate="slow", gate_dtype=f32, seed=29), dict(segments=8, layout="kv")),
     "64 segments of a short sequence": (dict(lens=[333], seed=32), dict(segments=64)),
     "5 segments, no decay": (dict(lens=[300, 500], gate="log 0", seed=33), dict(segments=5)),
+    "8 segments, exact": (dict(lens=[1000], HV=4, seed=28), dict(segments=8, exact=True)),
+    "some segments from warm-up chunks": (dict(lens=[4000], HV=4, gate="log spans", gate_dtype=f32, seed=36), dict(segments=9)),
+    "some segments from warm-up chunks, ragged, serial": (dict(lens=[1000, 0, 31, 2000, 65, 700], HV=4, gate="log spans", gate_dtype=f32, seed=37),
+                                                          dict(segments=6, variant="serial", cu=torch.int64)),
+    "some segments from warm-up chunks, fixed batch, kv": (dict(lens=[1100] * 3, HV=4, fixed=True, gate="log spans", gate_dtype=f32, seed=38),
+                                                           dict(segments=6, layout="kv")),
     "4,096 tokens, slow decay": (dict(lens=[4096], gate="slow", seed=34), {}),
     "4,096 tokens, slow decay, 6 segments": (dict(lens=[4096], gate="slow", seed=34), dict(segments=6)),
 }
@@ -114,6 +120,23 @@ def test_the_plan_takes_segments_for_few_heads():
     assert cula.last_kernels() == kernels_of(p, segments=2)
     run(make([40], H=2, seed=41), segments=0)
     assert cula.last_kernels() == kernels_of(p)
+
+
+@gpu
+@pytest.mark.parametrize("gate, exact, warm", [("safe", False, True), ("safe", True, False), ("slow", False, False)])
+def test_which_segments_start_from_warm_up_chunks(gate, exact, warm):
+    """A NaN among the first tokens tells: it reaches whatever starts from the state after them."""
+    p = make([2000], gate=gate, seed=48)
+    (want,), _ = pf.reference(p)
+    p.v[0, 3] = NAN
+    a = arguments(p, segments=4, exact=exact, state=p.h0, state_out=(final := torch.full_like(p.h0, NAN)))
+    prefill(**a)
+    second = 16 * 32  # of 63 chunks a segment has 16
+    assert pf.error(a["out"][0, :3], want[:3]) <= LIMIT and a["out"][0, 3:second].isnan().all()
+    if warm:
+        assert pf.error(a["out"][0, second:], want[second:]) <= LIMIT and final.isfinite().all()
+    else:
+        assert a["out"][0, second:].isnan().all() and final.isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------------------- states

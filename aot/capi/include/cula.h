@@ -248,10 +248,12 @@ typedef struct cula_prefill_args {
   float scale;
   float lower_bound;           /* RAW: 0 = softplus form, else in [-5,0): the sigmoid ("safe") form */
   cula_prefill_variant variant; /* CPU tensors: AUTO */
-  int32_t segments;            /* parts that a sequence is cut into, run at the same time and joined exactly (intra-card context
-                                  parallelism): 0 the plan chooses, 1 none, at most 64; CPU tensors: 0 or 1 */
+  int32_t segments;            /* parts that a sequence is cut into and that run at the same time (intra-card context parallelism):
+                                  0 the plan chooses, 1 none, at most 64; CPU tensors: 0 or 1 */
   int32_t num_threads;         /* as in cula_decode_args */
-  int32_t reserved0;           /* 0 */
+  int32_t exact;               /* 0 or 1. A segment starts from the state that the tokens before it leave (1: always), or (0) up to 64
+                                  tokens earlier from zero, where the device finds, per head, that ||dS_after / dS_before|| of those
+                                  tokens is below 2^-32: a NaN or an infinity before them then does not reach the segment */
 } cula_prefill_args;
 
 /*
@@ -294,7 +296,7 @@ typedef struct cula_l2norm_args {
 #define CULA_SIZEOF(T) (CULA_SIZEOF_##T)
 #define CULA_SIZE_THROUGH(T, last) (offsetof(T, last) + sizeof(((T*)0)->last))
 #define CULA_SIZEOF_cula_decode_args CULA_SIZE_THROUGH(cula_decode_args, reserved0)
-#define CULA_SIZEOF_cula_prefill_args CULA_SIZE_THROUGH(cula_prefill_args, reserved0)
+#define CULA_SIZEOF_cula_prefill_args CULA_SIZE_THROUGH(cula_prefill_args, exact)
 #define CULA_SIZEOF_cula_gate_args CULA_SIZE_THROUGH(cula_gate_args, reserved0)
 #define CULA_SIZEOF_cula_l2norm_args CULA_SIZE_THROUGH(cula_l2norm_args, num_threads)
 #define CULA_SIZEOF_cula_requirements CULA_SIZE_THROUGH(cula_requirements, kernels)

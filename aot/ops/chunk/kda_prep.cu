@@ -31,11 +31,13 @@ CULA_DEV void factors(const float (&g_own)[kGroup][4], const Tokens& in, float n
     // One 16-byte load: 4-byte ones at this stride conflict four ways, and shared memory is what this kernel is short of
     const float4 x = *reinterpret_cast<const float4*>(tot + i * kDim);
     const float v[4] = {x.x, x.y, x.z, x.w};
-    float(&s)[4] = sums[i / (kGroups / 2)];
+    constexpr int kInSub = kGroups / 2;
+    float(&s)[4] = sums[i / kInSub];
+    const bool is_before = i / kInSub == kSubChunk && i < l.group;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (i == l.group) before[e] = s[e];
-      s[e] += v[e];
+      s[e] = i % kInSub ? s[e] + v[e] : v[e];
+      if (is_before) before[e] = s[e];
     }
   }
   const float(&own)[4] = sums[kSubChunk];
@@ -89,7 +91,7 @@ CULA_DEV void factors(const float (&g_own)[kGroup][4], const Tokens& in, float n
 }
 
 // The exact path goes through shared memory on both sides, so that its registers are its own: a thread leaves its values where
-// its operands will be, and finds its scores of the diagonal blocks where the group totals were.
+// its operands will be, and finds its scores of the diagonal blocks in Inv1, which this path has no other use for.
 CULA_DEV void leave_for_exact(const float (&g)[kGroup][4], const Tokens& in, float norms, const Lane& l, uint8_t* smem) {
 #pragma unroll
   for (int t = 0; t < kGroup; ++t) {
@@ -121,9 +123,8 @@ CULA_DEV_COLD void exact_record(uint8_t* smem) {
     in.q[t] = word_pair_at(smem + kSmemB + at(l.base, t));
   }
   if (warp < 4) factors<0, true>(g, in, norms, l, smem); else factors<1, true>(g, in, norms, l, smem);
-  __syncthreads();  // every thread has read the totals
   if (warp < 4) {
-    float* to = reinterpret_cast<float*>(smem + kSmemTot) + tid * 8;
+    float* to = reinterpret_cast<float*>(smem + kSmemInv1) + tid * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) to[i] = acc[i >> 2][i & 3];
   }
@@ -141,7 +142,7 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
   float* const Y = reinterpret_cast<float*>(smem + kSmemY);
 
   // The state kernel may start once every block has come this far: it then finds cleared flags and waits on them.
-  const uint32_t flags = static_cast<uint32_t>(a.chunks) * a.hv;
+  const uint32_t flags = (static_cast<uint32_t>(a.chunks) + 2 * a.sequences) * a.hv;
   for (uint32_t i = blockIdx.x * kThreads + tid; i < flags; i += gridDim.x * kThreads) a.flags[i] = 0;
   // P and T above the diagonal block stay zero for every record.
   if (tid < kSub) {
@@ -155,36 +156,38 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
   __syncthreads();
   launch_dependents();
 
-  Work* const work = reinterpret_cast<Work*>(smem + kSmemWork);  // [0], [1]: this record and the next, in turns
-  uint32_t index = 0;                                           // warp 7: number from which the next search starts
+  Work* const work = reinterpret_cast<Work*>(smem + kSmemWork);  // this record, the next and the one after it, in turns
+  InFlight& store = *reinterpret_cast<InFlight*>(smem + kSmemWork + 3 * sizeof(Work));
   if (warp == 7) {
-    index = find_work(a, blockIdx.x, gridDim.x, work[0]);
-    index = find_work(a, index, gridDim.x, work[1]);
+    uint32_t from = blockIdx.x;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) from = find_work(a, from, gridDim.x, work[i]);
+    store.next = from;
   }
   __syncthreads();
   int turn = 0;
-  // Flag of the record whose bulk store is in flight: only thread 0's, but a register in all threads, so it lives here.
-  int& pending = *reinterpret_cast<int*>(smem + kSmemWork + 2 * sizeof(Work));
-  if (threadIdx.x == 0) pending = -1;
+  Gates gates;
+  Tokens in;
+  load_gates(a, work[0], tid, gates);
+  load_rows(a, work[0], tid, in);
+  if (threadIdx.x == kStorer) store.flag = -1;
   while (work[turn].chunk < a.chunks) {
     tid = opaque(threadIdx.x);
     const int lane = tid & 31;
     const Lane l = make_lane(tid);
-    const Work& next = work[turn ^ 1];
+    const int turn1 = turn == 2 ? 0 : turn + 1;
+    const Work& next = work[turn1];
     const int valid_tokens = work[turn].valid;
 
-    Gates gates;
-    Tokens in;
-    load_gates(a, work[turn], tid, gates);
-    load_rows(a, work[turn], tid, in);  // in flight during the gates' activation
     float g[kGroup][4];
     {
       const bool bf16 = mode(a.modes, 1, 2) == kBf16;
       const int valid = valid_tokens - l.group * kGroup;
-      const float a_log = scalar(gates.a_log, mode(a.modes, 3, 2));  // absent: bits 0, 0 in every dtype
-      if (!mode(a.modes, 0, 1)) prefix<kLog>(g, gates, 0.f, valid, bf16, 0.f);
-      else if (a.lower_bound == 0.f) prefix<kSoftplus>(g, gates, a_log, valid, bf16, 0.f);
-      else prefix<kSafe>(g, gates, a_log, valid, bf16, a.lower_bound);
+      HeadGate head;
+      load_head(a, work[turn].head, l.quad, head);
+      if (!mode(a.modes, 0, 1)) prefix<kLog>(g, gates, head, valid, bf16, 0.f);
+      else if (a.lower_bound == 0.f) prefix<kSoftplus>(g, gates, head, valid, bf16, 0.f);
+      else prefix<kSafe>(g, gates, head, valid, bf16, a.lower_bound);
       float4 total;
       total.x = g[3][0]; total.y = g[3][1]; total.z = g[3][2]; total.w = g[3][3];
       *reinterpret_cast<float4*>(smem + kSmemTot + (l.group * kDim + 4 * l.quad) * 4) = total;
@@ -196,24 +199,40 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
       beta[tid] = tid < valid_tokens ? b : 0.f;
     }
     const float norms = norm_factors(in, lane, mode(a.modes, 11, 1), a.scale);
-    if (tid == 0) bulk_wait_read();  // the record image is free again
+    if (tid == 0 || tid == kStorer) bulk_wait_read();  // the record image is free again
     const float least = fminf(fminf(g[3][0], g[3][1]), fminf(g[3][2], g[3][3]));
     const bool exact = __syncthreads_or(least < -kAnchoredRange);
 
-    prefetch_far(a, next, tid);
     if (!exact) {
       if (warp < 4) factors<0, false>(g, in, norms, l, smem); else factors<1, false>(g, in, norms, l, smem);
     } else {
       leave_for_exact(g, in, norms, l, smem);
       exact_record(smem);
     }
-    const int64_t record = static_cast<int64_t>(work[turn].chunk) * a.hv + work[turn].head;
-    const int flag = work[turn].head * a.chunks + work[turn].chunk;
-    if (tid == 0 && pending >= 0) {  // the previous record is in memory by now: it may be read
-      bulk_wait_all();
-      store_release(a.flags + pending, 1u);
-    }
+    if (tid == 0) bulk_wait_all();  // P and T of the previous record are in memory
+    fence_async_smem();
     __syncthreads();
+
+    if (tid == kStorer) {  // Kd, Qd and Kr leave while the scores are made
+      store.record = a.records + (static_cast<int64_t>(work[turn].chunk) * a.hv + work[turn].head) * kRecordBytes;
+      bulk_store(store.record, smem, kRecP);
+    }
+    const uint32_t previous = store.value;  // before warp 0 puts this record's there
+    if (warp == kStorer / 32) barrier_arrive<kInverseBarrier, kInverseThreads>();
+    // The next record's inputs, in flight during the scores. If there is none, valid is 0 and nothing is read.
+    load_gates(a, next, tid, gates);
+    load_rows(a, next, tid, in);
+    if (tid == kStorer) {
+      bulk_wait_all_but_last();
+      if (store.flag >= 0) store_release(a.flags + store.flag, previous);
+      store.flag = work[turn].head * a.chunks + work[turn].chunk;
+    }
+
+    if (warp == 7) {
+      const uint32_t from = store.next;
+      __syncwarp();
+      store.next = find_work(a, from, gridDim.x, work[turn1 == 2 ? 0 : turn1 + 1]);
+    }
 
     // Warps 0 to 3 have the diagonal blocks {A of sub 0, A of sub 1, P of sub 0, P of sub 1}, and 0 and 1 invert theirs;
     // warps 4 and 5 have the blocks of A and P below the diagonal.
@@ -221,7 +240,7 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
     float acc[2][4] = {};
     if (warp < 4) {
       if (exact) {
-        const float* from = reinterpret_cast<const float*>(smem + kSmemTot) + tid * 8;
+        const float* from = reinterpret_cast<const float*>(smem + kSmemInv1) + tid * 8;
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i >> 2][i & 3] = from[i];
       }
@@ -244,13 +263,11 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
       else store_l(L10, acc, exact ? 1.f : -1.f, false, beta + kSub, lane);
     }
     fence_async_smem();
-    __syncthreads();
-
-    if (warp == 7) {  // into the place of this record, which nobody reads any more: barrier
-      index = find_work(a, index, gridDim.x, work[turn]);
-    }
-    turn ^= 1;
-    if (warp == 0) {  // T below the diagonal: -X1 L10 X0
+    // P, both leaves and L10 are written: warp 0 waits for it, the others go on to the next record.
+    if (warp != 0) {
+      if (warp < 6) barrier_arrive<kInverseBarrier, kInverseThreads>();
+    } else {  // T below the diagonal: -X1 L10 X0
+      barrier_sync<kInverseBarrier, kInverseThreads>();
       float c[2][4];
       matmul16(c, L10, X0, 1.f, lane);
 #pragma unroll
@@ -269,15 +286,18 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
         }
       fence_async_smem();
       __syncwarp();
-      if (lane == 0) {
-        bulk_store(a.records + record * kRecordBytes, smem, kRecordBytes);
-        pending = flag;
-      }
+      if (lane == 0) bulk_store(store.record + kRecP, smem + kRecP, kRecordBytes - kRecP);
+      uint32_t value = 1;
+      if (work[turn].bound) value += forgotten(smem, Y, lane);
+      if (lane == 0) store.value = value;
     }
+    turn = turn1;
   }
-  if (tid == 0 && pending >= 0) {
+  if (tid == 0) bulk_wait_all();
+  __syncthreads();
+  if (tid == kStorer && store.flag >= 0) {
     bulk_wait_all();
-    store_release(a.flags + pending, 1u);
+    store_release(a.flags + store.flag, store.value);
   }
 }
 
@@ -288,12 +308,12 @@ extern "C" __global__ void __maxnreg__(cula::kda::kRegisters)
 cula_kda_prep(const void* q, const void* k, const void* gate, const void* a_log, const void* dt_bias, const void* beta,
               const void* cu_seqlens, void* records, void* flags, int64_t q_b, int64_t q_t, int64_t q_h, int64_t k_b, int64_t k_t,
               int64_t k_h, int64_t gate_b, int64_t gate_t, int64_t gate_h, int64_t beta_b, int64_t beta_t, int64_t beta_h,
-              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t segments, int32_t modes, float scale,
+              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t segments, int32_t cut, int32_t modes, float scale,
               float lower_bound) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const cula::kda::Args a{q, k, gate, a_log, dt_bias, beta, cu_seqlens, static_cast<uint8_t*>(records), static_cast<uint32_t*>(flags),
                           q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens,
-                          hv, group, head_group, sequences, chunks, segments, modes, scale, lower_bound};
+                          hv, group, head_group, sequences, chunks, segments, cut, modes, scale, lower_bound};
   cula::kda::prep(a, smem);
 }
 #endif

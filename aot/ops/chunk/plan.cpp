@@ -1,7 +1,7 @@
 // Host plan of kda_prefill: a checked call -> which kernels, grids, parameters, workspace. README.md has the figures behind the rules.
 //
 //   prep           one record a (chunk of 32 tokens, value head) into the workspace
-//   [scan, carry]  with segments: the states between them
+//   [scan, carry]  with segments: the states between them, where a segment cannot start from its warm-up chunks (state.py)
 //   state          the recurrence: outputs and final states
 #include <algorithm>
 #include <cmath>
@@ -55,6 +55,9 @@ static_assert(kda::kChunk == kChunkTokens);
 // Blocks of prep on a multiprocessor: beside a state block two fit, alone three.
 constexpr int64_t kPrepBlocksBeside = 2, kPrepBlocksAlone = 3;
 
+// While the prep kernel runs, block 0 of scan and of carry keep a multiprocessor each from the state kernel.
+constexpr int64_t kLingering = 4;
+
 // The time of a chunk in a chain is the unit (0.8 us on an H200). A segment more costs the carry kernel a step, and segments at
 // all cost the launches of scan and carry (measured at 8 heads, 8,192 tokens, 5 segments: 12 us of carry, two gaps of 2 us).
 constexpr double kCarryStep = 5, kSegmentLaunches = 8;
@@ -69,13 +72,20 @@ struct Choice {
   int32_t head_group;  // heads whose chains run at the same time
 };
 
-// As many segments as keep the scan form at one wave, if cutting pays: every chunk is then walked twice, in scan and in state.
-// With cu_seqlens the host knows the mean length only.
+// Whether segments start from warm-up chunks is known on the device only. With them a chain takes its longest segment, without
+// them every chunk is walked twice, in scan and in state. So: cut only where the second pays too, and then the best sum of both,
+// with the state kernel in one wave. With cu_seqlens the host knows the mean length only.
 int32_t choose_segments(int64_t chains, int64_t chunks_of_sequence, int64_t sms) noexcept {
-  const int64_t most = std::min<int64_t>({kMaxSegments, 1 + sms / (kScanBlocks * chains), chunks_of_sequence});
-  if (most < 2) return 1;
-  const double cut = 2.0 * static_cast<double>(ceil_div(chunks_of_sequence, most)) + kCarryStep * static_cast<double>(most - 2) + kSegmentLaunches;
-  return cut < static_cast<double>(chunks_of_sequence) ? static_cast<int32_t>(most) : 1;
+  const int64_t most = std::min<int64_t>({kMaxSegments, (sms - kLingering) / (kStateBlocks * chains), chunks_of_sequence});
+  const auto serial = static_cast<double>(chunks_of_sequence);
+  int32_t best = 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t p = 2; p <= most; ++p) {
+    const auto longest = static_cast<double>(ceil_div(chunks_of_sequence, p));
+    const double exact = 2 * longest + kCarryStep * static_cast<double>(p - 2) + kSegmentLaunches, both = exact + longest;
+    if (exact < serial && both < least) least = both, best = static_cast<int32_t>(p);
+  }
+  return best;
 }
 
 Choice choose(const Problem& p, int64_t sms) noexcept {
@@ -115,7 +125,8 @@ Workspace lay_out(const Problem& p, const Choice& c, const void* base) noexcept 
   w.chunks = present(p.cu) ? p.tokens / kChunkTokens + p.n : p.n * ceil_div(p.tokens, kChunkTokens);
   const auto align = [](size_t x) { return (x + kAlign - 1) / kAlign * kAlign; };
   const size_t count = static_cast<size_t>(w.chunks) * static_cast<size_t>(p.hv);
-  const size_t record_bytes = count * kda::kRecordBytes, flag_bytes = align(count * sizeof(uint32_t));
+  const size_t record_bytes = count * kda::kRecordBytes, started = static_cast<size_t>(p.n * p.hv) * kStateBlocks;
+  const size_t flag_bytes = align((count + started) * sizeof(uint32_t));
   const size_t carry_bytes = c.segments > 1 ? static_cast<size_t>(p.n * p.hv) * static_cast<size_t>(c.segments) * kCarryBytes : 0;
   // No arithmetic on a NULL base: a query has none, and its parameters go nowhere.
   const uintptr_t at = reinterpret_cast<uintptr_t>(base);
@@ -178,6 +189,7 @@ PrepParams prep_params(const Problem& p, const Choice& c, const Workspace& w) no
   d.sequences = static_cast<int32_t>(p.n);
   d.chunks = static_cast<int32_t>(w.chunks);
   d.segments = p.n == 1 ? c.segments : 1;
+  d.cut = a.exact ? 1 : c.segments;
   d.scale = a.has_scale ? a.scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
   d.lower_bound = a.lower_bound;
   PrepParamsModes m;
@@ -279,8 +291,12 @@ cula_status plan_gpu(const Request& request, const Problem& p, const Target& tar
   add(plan, kernels.prep, prep_params(p, c, w), kPrepParamsOffsets, std::min(w.chunks * p.hv, prep_blocks), kPrepThreads, false);
   if (c.segments > 1) {
     CarryParams carry;
-    carry.carry = w.carry;
-    carry.segments = c.segments;
+    carry.carry = w.carry, carry.flags = w.flags, carry.cu_seqlens = p.cu.data;
+    carry.tokens = p.tokens;
+    carry.hv = static_cast<int32_t>(p.hv), carry.chunks = static_cast<int32_t>(w.chunks), carry.segments = c.segments;
+    CarryParamsModes modes;
+    modes.cu_dtype = index_code(p.cu);
+    carry.modes = modes.pack();
     add(plan, kernels.scan, state, kStateParamsOffsets, kScanBlocks * chains * (c.segments - 1), kStateThreads, c.overlap);
     add(plan, kernels.carry, carry, kCarryParamsOffsets, kCarryBlocks * chains, kCarryThreads, c.overlap);
   }

@@ -58,20 +58,42 @@ CULA_DEV void cp_async16(void* dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(dst)), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
 CULA_DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-CULA_DEV void cp_async_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+template <int kPending>
+CULA_DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 
-CULA_DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Inputs, read once: past L1, and as global loads (a pointer that comes out of shared memory would make them generic ones).
+CULA_DEV uint32_t load_u16(const void* p) {
+  uint16_t r; asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(r) : "l"(p)); return r;
+}
+CULA_DEV uint32_t load_u32(const void* p) {
+  uint32_t r; asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(r) : "l"(p)); return r;
+}
+CULA_DEV uint2 load_u32x2(const void* p) {
+  uint2 r; asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p)); return r;
+}
+CULA_DEV float4 load_f32x4(const void* p) {
+  float4 r; asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p)); return r;
+}
 
 CULA_DEV void bulk_store(void* dst, const void* src, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(smem_address(src)), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 CULA_DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // sources may be reused
+CULA_DEV void bulk_wait_all_but_last() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
 CULA_DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Named barriers: of the `threads` that take part, some arrive and others wait.
+template <int kNumber, int kCount>
+CULA_DEV void barrier_arrive() { asm volatile("bar.arrive %0, %1;" ::"n"(kNumber), "n"(kCount) : "memory"); }
+template <int kNumber, int kCount>
+CULA_DEV void barrier_sync() { asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kCount) : "memory"); }
 // Makes this thread's shared-memory writes visible to the bulk copies that follow the next barrier.
 CULA_DEV void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 CULA_DEV void store_release(uint32_t* p, uint32_t v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+CULA_DEV uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
+}
 CULA_DEV void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 CULA_DEV void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

@@ -22,12 +22,12 @@ CULA_DEV float decay_log2(float x, float scale, float shift, float outer) {
 
 // Inclusive prefix sums of log2 decay over a group; tokens that do not exist do not decay.
 template <int kForm>
-CULA_DEV void prefix(float (&g)[kGroup][4], const Gates& in, float a_log, int valid, bool bf16, float lower_bound) {
-  const float a = expf(a_log);
+CULA_DEV void prefix(float (&g)[kGroup][4], const Gates& in, const HeadGate& head, int valid, bool bf16, float lower_bound) {
+  const float a = ex2(kLog2e * head.a_log);
   const float outer = kForm == kSafe ? lower_bound * kLog2e : -a * kLog2e, scale = -a * kLog2e;
   float sum[4], shift[4];
 #pragma unroll
-  for (int e = 0; e < 4; ++e) { sum[e] = 0.f; shift[e] = kForm == kSafe ? scale * in.dt_bias[e] : in.dt_bias[e]; }
+  for (int e = 0; e < 4; ++e) { sum[e] = 0.f; shift[e] = kForm == kSafe ? scale * head.dt_bias[e] : head.dt_bias[e]; }
 #pragma unroll
   for (int t = 0; t < kGroup; ++t) {
     float x[4];

@@ -13,6 +13,10 @@ using namespace cula::dev;
 constexpr int kThreads = 256;
 // Registers: 2 blocks and a block of the state kernel (224) fit the 512 a lane of an SM's quarter.
 constexpr int kRegisters = 72;
+// A thread of warp 6, which has nothing else to do while the scores are made and the leaves are inverted: the release of a flag
+// waits for all memory traffic of the thread.
+constexpr int kStorer = 192;
+constexpr int kInverseBarrier = 1, kInverseThreads = 224;  // warps 0 to 6
 constexpr int kGroup = 4;                   // tokens of a warp
 constexpr int kGroups = kChunk / kGroup;
 // Largest decay of a channel within a group, in log2, that the anchored products may see: four of them stay below 2^126.
@@ -39,16 +43,16 @@ constexpr int kSmemL10 = kSmemL1 + kMat;             // and the block below the 
 constexpr int kSmemX0 = kSmemL10 + kMat;             // inverses of I + L0, I + L1
 constexpr int kSmemX1 = kSmemX0 + kMat;
 constexpr int kSmemY = kSmemL0;                      // L10 X0, when L0 is inverted
-constexpr int kSmemWork = kSmemX1 + kMat;            // Work [2], and the number of a flag
-constexpr int kSmemBytes = kSmemWork + 128;          // dynamic shared memory of a launch
-static_assert(kSmemBytes == 60416, "the plan's figure");
+constexpr int kSmemWork = kSmemX1 + kMat;            // Work [3], InFlight
+constexpr int kSmemBytes = kSmemWork + 176;          // dynamic shared memory of a launch
+static_assert(kSmemBytes == 60464, "the plan's figure");
 
 enum DtypeCode { kF32 = 0, kBf16 = 1, kFp16 = 2, kAbsent = 3 };
 CULA_DEV int mode(int modes, int shift, int bits) { return (modes >> shift) & ((1 << bits) - 1); }
 
 // A scalar in two steps: a prefetched one must not be converted, hence waited for, where it is loaded.
 CULA_DEV uint32_t load_bits(const void* p, int64_t i, int dtype) {
-  return dtype == kF32 ? static_cast<const uint32_t*>(p)[i] : static_cast<const uint16_t*>(p)[i];
+  return dtype == kF32 ? load_u32(static_cast<const uint32_t*>(p) + i) : load_u16(static_cast<const uint16_t*>(p) + i);
 }
 CULA_DEV float scalar(uint32_t bits, int dtype) {
   return dtype == kF32 ? __uint_as_float(bits) : dtype == kBf16 ? __uint_as_float(bits << 16) : unpack_fp16(bits).x;
@@ -60,6 +64,10 @@ CULA_DEV int64_t load_index(const void* p, int64_t i, int code) {
 // 16-byte unit `unit` (8 channels) of token `row`.
 CULA_DEV int tile_offset(int half_bytes, int row, int unit) {
   return (unit >> 3) * half_bytes + (row >> 3) * 1024 + (row & 7) * 128 + (((unit ^ row) & 7) << 4);
+}
+// The same in Kr.
+CULA_DEV int kr_offset(int token, int unit) {
+  return (unit >> 3) * 1024 + (token >> 3) * 2048 + (token & 7) * 128 + (((unit ^ token) & 7) << 4);
 }
 // Byte offset of element (i, j) of P or T.
 CULA_DEV int score_offset(int i, int j) { return i * 64 + ((((j >> 3) ^ (i >> 1)) & 3) << 4) + (j & 7) * 2; }

@@ -17,16 +17,22 @@ CULA_DEV const uint8_t* step(const Rows& r, int ks) {
   return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(r.p) ^ ((ks & 3) << 5)) + (ks >> 2) * r.half;
 }
 
-// acc += A B^T over 128 channels for 16 rows each
+// acc += A B^T over 128 channels for 16 rows each, in two sums: half the chain of products
 CULA_DEV void score(float (&acc)[2][4], const Rows& a, const Rows& b) {
+  float odd[2][4] = {};
 #pragma unroll
   for (int ks = 0; ks < kDim / 16; ++ks) {
+    float(&s)[2][4] = ks & 1 ? odd : acc;
     uint32_t fa[4], fb[4];
     ldmatrix_x4(fa, step(a, ks));
     ldmatrix_x4(fb, step(b, ks));
-    mma_bf16(acc[0], fa, fb[0], fb[2]);
-    mma_bf16(acc[1], fa, fb[1], fb[3]);
+    mma_bf16(s[0], fa, fb[0], fb[2]);
+    mma_bf16(s[1], fa, fb[1], fb[3]);
   }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[n][e] += odd[n][e];
 }
 
 // Row and column of element e of an accumulator pair [2][4].

@@ -61,6 +61,7 @@ inline cula_status check_options(const Problem& p) noexcept {
   const cula_prefill_args& a = *p.args;
   CULA_TRY(expect_flag(p, "has_null_slot", a.has_null_slot));
   CULA_TRY(expect_flag(p, "l2norm", a.l2norm));
+  CULA_TRY(expect_flag(p, "exact", a.exact));
   CULA_TRY(expect_flag(p, "has_scale", a.has_scale));
   if (layout_name(a.state_layout) == nullptr) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: state_layout is %d; must be CULA_STATE_VK (0) or CULA_STATE_KV (1)", p.op, a.state_layout);
@@ -93,7 +94,6 @@ inline cula_status check_options(const Problem& p) noexcept {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: segments is %d; must be 0 (the plan chooses) or from 1 to %d", p.op, a.segments, kMaxSegments);
   }
   if (a.num_threads < 0) return fail(CULA_ERR_INVALID_ARGUMENT, "%s: num_threads is %d; must be 0 (all) or more", p.op, a.num_threads);
-  if (a.reserved0 != 0) return fail(CULA_ERR_INVALID_ARGUMENT, "%s: reserved0 is %d; must be 0", p.op, a.reserved0);
   return CULA_OK;
 }
 

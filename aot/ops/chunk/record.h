@@ -17,4 +17,9 @@ constexpr int kRecDecay = kRecT + kChunk * kChunk * 2;      //  2^G_C [128] floa
 constexpr int kRecordBytes = kRecDecay + kDim * 4;
 static_assert(kRecordBytes == 29184 && kRecordBytes % 128 == 0, "RECORD.md, state.py");
 
+// A segment whose last kWarm chunks before it forget enough starts from them, with S = 0, and needs nothing of what came
+// before. A chunk's flag says how much: 1 + floor(-log2 of a bound of ||dS_end / dS_start||). kForgotten: the sum it takes.
+constexpr int kWarm = 2;
+constexpr int kForgotten = 32;
+
 }  // namespace cula::kda

@@ -10,10 +10,16 @@ kernel's flags and brings records by one bulk copy each, two chunks ahead; every
 16-byte copies that leave out tokens that do not exist. A fifth warp for that would cost the residency: the four quarters of
 an SM have 512 registers a lane each, of which two prep blocks take 256, so a quarter holds one state warp and not two.
 
-With few heads a sequence is cut into segments (intra-card context parallelism, exact). The `scan` form of the kernel runs
-segments 0 to P-2 without outputs, from S = 0 with the tokens' values, which gives B, and from S = I without them, which gives
-M^T; segment 0 starts from the initial state, so that its B is the state after it. kda_carry.cu turns the B of segment s into
-the state after it, S_{s+1} = S_s M_s^T + B_s (all transposed), and the main form starts every segment from that.
+With few heads a sequence is cut into segments (intra-card context parallelism). Where the last chunks before a segment forget
+what came before them (record.h: kForgotten; the prep kernel proves it chunk by chunk), the segment starts from them, with S = 0
+and without outputs. Otherwise it starts from the exact state: the `scan` form of the kernel runs the segment before without
+outputs, from S = 0 with the tokens' values, which gives B, and from S = I without them, which gives M^T; segment 0 starts from
+the initial state and a segment that may start from its warm-up chunks from those, and then B is the state after it.
+kda_carry.cu turns the other B into the state after the segment, S_{s+1} = S_s M_s^T + B_s (all transposed).
+
+All three kernels decide by the same flags. A scan block that has nothing to do leaves at once, so that the main form, which
+waits for it by programmatic launch, starts while the prep kernel still runs. Then nobody has waited for the prep kernel when
+the main form ends: block 0 of each kernel stays until the kernel before it is complete.
 
 The order inside the loop is the one that ptxas compiles without injected waits: every group is complete when the loop
 closes, and a never-taken branch (`basic_block_end`) keeps the output of the previous chunk in the shadow of the products.
@@ -43,6 +49,7 @@ THREADS = 128
 REGISTERS = 224  # a quarter of an SM has 512 a lane; two prep blocks of 256 threads take 4 times 72
 OUT_PITCH = 24  # values of one token in a warp's output tile: 16, padded so that stmatrix has no bank conflict
 # Byte offsets inside a record: record.h
+WARM, FORGOTTEN = 2, 32
 REC_KD, REC_QD, REC_KR, REC_P, REC_T, REC_DECAY, REC_BYTES = 0, 8192, 16384, 24576, 26624, 28672, 29184
 STAGE_V = REC_BYTES + 512  # v [32,64] behind the record, 1024-byte aligned as the 128-byte swizzle wants it
 STAGE_BYTES = STAGE_V + CHUNK * ROWS * 2
@@ -95,8 +102,31 @@ def basic_block_end(zero):
     )
 
 
+@cute.jit
+def warm_chunks(chunk: Int32, count: Int32, flags: Int64):
+    """How many chunks before chunk `chunk` of a sequence of `count` (first flag at `flags`) a segment that begins there may start
+    from with S = 0; 0: it needs the exact state."""
+    forgotten = Int32(0)
+    chunks = Int32(0)
+    for i in cutlass.range_constexpr(WARM):
+        at = chunk - 1 - i
+        if chunk < count and at >= 0 and forgotten < FORGOTTEN:
+            flag = Uint32(0)
+            while flag == 0:
+                flag = load_acquire(flags + Int64(at) * 4)
+            forgotten += Int32(flag) - 1
+            chunks = Int32(i + 1)
+    if forgotten < FORGOTTEN:
+        chunks = Int32(0)
+    return chunks
+
+
 def load_acquire(address):
     return cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def store_release(address, value):
+    cute.arch.inline_ptx("st.release.gpu.global.u32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def copy16(shared, address, size):
@@ -187,15 +217,29 @@ def kda_state(
         length = load_index(cu_seqlens, sequence + 1, cu_code, Int64(0)) - start
         row = Int64(0)
         first_chunk = start // CHUNK + sequence
-    count = Int32((length + CHUNK - 1) // CHUNK)
-    per_segment = (count + segments - 1) // segments
-    skip = cutlass.min(count, segment * per_segment)  # chunks before this segment
-    count = cutlass.min(per_segment, count - skip)
-    start += Int64(skip * CHUNK)
-    length = cutlass.min(length - Int64(skip * CHUNK), Int64(count * CHUNK))
+    in_sequence = Int32((length + CHUNK - 1) // CHUNK)
+    per_segment = (in_sequence + segments - 1) // segments
+    skip = cutlass.min(in_sequence, segment * per_segment)  # chunks before this segment
+    started = flags + ((Int64(chunks) * hv + (sequence * hv + head) * 2) * 4 + half * 4)
+    flags += (Int64(head) * Int64(chunks) + first_chunk) * 4
+    warm = Int32(0)  # chunks before the segment that this block goes through first
+    if segment > 0:
+        warm = warm_chunks(segment * per_segment, in_sequence, flags)
+    count = cutlass.min(per_segment, in_sequence - skip) + warm
+    needed = Int32(1)
     if cutlass.const_expr(scan):
-        if segment == 0 and slab >= 2:
-            count = Int32(0)  # nothing comes before segment 0: its M is not needed
+        # Not M of segment 0 and of one that needs no state before it; nothing of one whose successor needs none
+        if slab >= 2:
+            if segment == 0 or warm > 0:
+                needed = Int32(0)
+        if warm_chunks((segment + 1) * per_segment, in_sequence, flags) > 0:
+            needed = Int32(0)
+        if needed == 0:
+            count = Int32(0)
+    own_start = start + Int64(skip * CHUNK)
+    start = own_start - warm * CHUNK
+    length = cutlass.min(length - Int64((skip - warm) * CHUNK), Int64(count * CHUNK))
+    first_chunk += Int64(skip - warm)
     # The segment's B (slot 0) and M (slot 1), both [128,128] float32, row = value or key row of S^T
     carry += ((sequence * Int64(hv) + Int64(head)) * Int64(segments) + Int64(segment)) * (2 * DIM * DIM * 4)
 
@@ -218,10 +262,9 @@ def kda_state(
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
-    first_chunk += Int64(skip)
     records += (first_chunk * Int64(hv) + Int64(head)) * REC_BYTES
     record_step = Int64(hv) * REC_BYTES
-    flags += (Int64(head) * Int64(chunks) + first_chunk) * 4
+    flags += Int64(skip - warm) * 4
     length32 = Int32(length)
     lane = thread % 32
     token = lane // 2
@@ -254,10 +297,7 @@ def kda_state(
     half_offset = Int64(half) * (ROWS * DIM if layout == "vk" else ROWS)
     l_carry = cute.make_layout((ROWS, DIM), stride=(DIM, 1))
     S.fill(0.0)
-    initial = segment == 0 and slab < 2
-    if cutlass.const_expr(not scan):
-        initial = segments == 1
-    if initial:
+    if segment == 0 and slab < 2:
         slot = load_index(read_index, sequence, (modes >> 2) & 3, sequence)
         if slot >= 0 and slot < in_slots and slot != null_slot:
             address = state_in + (slot * in_slot + Int64(head) * in_h + half_offset) * (state_dtype.width // 8)
@@ -265,22 +305,21 @@ def kda_state(
             loaded = cute.make_rmem_tensor(S.layout, state_dtype)
             cute.autovec_copy(src, loaded)
             S.store(loaded.load().to(Float32))
-        if cutlass.const_expr(scan):
-            # For segment 0 of the main form, in the place of the M that it does not need: by then a block of the last
-            # segment may have written the final state over the initial one.
-            dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + (2 + Int64(half)) * (ROWS * DIM * 4)), l_carry))
-            cute.autovec_copy(S, dst)
+        if cutlass.const_expr(not scan):
+            if segments > 1:  # in place, the last segment writes over what has been read here
+                cute.arch.sync_threads()
+                if thread == 0:
+                    store_release(started, Uint32(1))
     elif cutlass.const_expr(scan):
         if slab >= 2:
             identity = mma_kr.partition_C(cute.make_identity_tensor((ROWS, DIM)))
             for i in cutlass.range_constexpr(cute.size(S)):
                 S[i] = Float32(1.0) if identity[i][0] + half * ROWS == identity[i][1] else Float32(0.0)
-    else:
+    elif warm == 0:
         # Complete, with everything that went before it, once the carry kernel is.
         cute.arch.griddepcontrol_wait()
-        place = Int64(2) if segment == 0 else Int64(-4)  # the kept initial state, or B of the segment before
-        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + (place + Int64(half)) * (ROWS * DIM * 4)), l_carry))
-        cute.autovec_copy(src, S)
+        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + (Int64(half) - 4) * (ROWS * DIM * 4)), l_carry))
+        cute.autovec_copy(src, S)  # B of the segment before
 
     f_kd = tokens_mma.make_fragment_B(mma.partition_B(s_kd))
     f_qd = tokens_mma.make_fragment_B(mma.partition_B(s_qd))
@@ -306,7 +345,7 @@ def kda_state(
         pointer(io, (s_out.iterator + (warp_id * CHUNK * OUT_PITCH + lane // 2 * OUT_PITCH + lane % 2 * 8)).toint(), cute.AddressSpace.smem),
         cute.make_layout((8, 2), stride=(1, 16 * OUT_PITCH)),
     )
-    g_out = out + (row * out_b + (start + Int64(token)) * out_t + Int64(head) * out_h + Int64(half * ROWS + warp_id * 16 + lane % 2 * 8)) * 2
+    g_out = out + (row * out_b + (own_start + Int64(token)) * out_t + Int64(head) * out_h + Int64(half * ROWS + warp_id * 16 + lane % 2 * 8)) * 2
     out_16 = out_t * (16 * 2)
     zeros = [modes & (1 << bit) for bit in (26, 27, 28, 29, 30)]  # five values: branches on one would be merged
 
@@ -375,7 +414,7 @@ def kda_state(
             cute.arch.sync_warp()
             cute.autovec_copy(s_rows, o_rows)
         if cutlass.const_expr(not scan):
-            if c > 0:
+            if c > warm:
                 for j in cutlass.range_constexpr(2):
                     cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
                 g_out += 2 * out_16
@@ -405,11 +444,11 @@ def kda_state(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars + STAGES + used)
     if cutlass.const_expr(scan):
-        if segment > 0 or slab < 2:
+        if needed != 0:
             dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + Int64(slab) * (ROWS * DIM * 4)), l_carry))
             cute.autovec_copy(S, dst)
     else:
-        if count > 0:
+        if count > warm:
             left = length32 - (count - 1) * CHUNK
             o_prev.store(O.load().to(io))
             cute.copy(store_o, store_o.retile(o_prev), store_o.partition_D(s_out))
@@ -421,13 +460,20 @@ def kda_state(
         if segment == segments - 1:
             slot = load_index(write_index, sequence, (modes >> 4) & 3, sequence)
             if slot >= 0 and slot < out_slots and slot != null_slot:
+                if segments > 1:
+                    read = Uint32(0)
+                    while read == 0:
+                        read = load_acquire(started)
                 address = state_out + (slot * out_slot + Int64(head) * out_state_h + half_offset) * (state_dtype.width // 8)
                 dst = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
                 stored = cute.make_rmem_tensor(S.layout, state_dtype)
                 stored.store(S.load().to(state_dtype))
                 cute.autovec_copy(stored, dst)
-    # This block's records are consumed; those of others must be written before this launch may count as finished.
-    cute.arch.griddepcontrol_wait()
+    # See above: the launch counts as finished when what went before it is.
+    if block == 0:
+        if cutlass.const_expr(scan):
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
 
 def assemble(ptx, registers, ptxas, target):

@@ -9,7 +9,7 @@ from ._xla import arrays, call, dtype_of
 
 def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, beta_kind="value",
                 l2norm=False, scale=None, state_layout="vk", state_out=None, read_index=None, write_index=None, checkpoints=None,
-                checkpoint_index=None, checkpoint_interval=0, null_slot=None, variant="auto", segments=0, num_threads=0, donate=False):
+                checkpoint_index=None, checkpoint_interval=0, null_slot=None, variant="auto", segments=0, exact=False, num_threads=0, donate=False):
     """(out, states) of all tokens of N sequences, or (out, states, checkpoints) where checkpoints are given. Operands and options are those of
     cula.kda.kda_prefill; here they are JAX arrays.
 
@@ -35,7 +35,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     pools = [("state_out" if state_out is not None else "state", "state_out")] if state is not None or state_out is not None else []
     if checkpoints is not None:
         pools.append(("checkpoints", "checkpoints"))
-    options = (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads)
+    options = (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, exact, num_threads)
     out, *updated = call(name, options, given, {"out": (given["v"].shape, dtype_of(name, "v", given["v"]))}, tuple(pools), donate)
     states = updated.pop(0) if state is not None or state_out is not None else None
     return (out, states) if checkpoints is None else (out, states, updated[0])

@@ -21,7 +21,7 @@ from ._tracing import keep_for, refuse_stream, traced
 _OPERANDS = ("Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "
              "Tensor? initial_state")
 _OPTIONS = "str gate_kind, str beta_kind, bool l2norm, float? scale, str state_layout, float? lower_bound"
-_RUN = "str variant, int segments, int num_threads"
+_RUN = "str variant, int segments, bool exact, int num_threads"
 _OUT = (f"({_OPERANDS}, Tensor? read_index, Tensor? write_index, Tensor? checkpoint_index, Tensor(a!)? state_out, Tensor(b!)? checkpoints, "
         f"Tensor(c!) out, bool in_place, {_OPTIONS}, int? null_slot, int checkpoint_interval, {_RUN}) -> ()")
 _FUNCTIONAL = f"({_OPERANDS}, {_OPTIONS}, {_RUN}) -> (Tensor, Tensor)"
@@ -43,12 +43,12 @@ def new_states(q, v, cu_seqlens, initial_state, state_layout):
 
 
 def _run(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, read_index, write_index, checkpoint_index, state_out, checkpoints, out,
-         in_place, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads):
+         in_place, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, exact, num_threads):
     if in_place and (initial_state is not None or state_out is None):
         raise InvalidArgumentError("kda_prefill_out: in_place=True reads initial states from state_out: it must be there, and initial_state not")
     call(KDA_PREFILL, (q, k, v, out, gate, A_log, dt_bias, beta, cu_seqlens, state_out if in_place else initial_state, state_out, read_index,
                        write_index, checkpoints, checkpoint_index),
-         (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads))
+         (gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, exact, num_threads))
 
 
 def _results(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout, *_):
@@ -56,10 +56,10 @@ def _results(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, gat
 
 
 def _functional(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout, lower_bound,
-                variant, segments, num_threads):
+                variant, segments, exact, num_threads):
     out, final = _results(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, gate_kind, beta_kind, l2norm, scale, state_layout)
     _run(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, initial_state, None, None, None, final, None, out, False, gate_kind, beta_kind, l2norm,
-         scale, state_layout, lower_bound, None, 0, variant, segments, num_threads)
+         scale, state_layout, lower_bound, None, 0, variant, segments, exact, num_threads)
     return out, final
 
 
@@ -83,7 +83,7 @@ register("kda_prefill", _FUNCTIONAL, _functional, _fake_functional)
 
 def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, beta_kind="value",
                 l2norm=False, scale=None, state_layout="vk", state_out=None, read_index=None, write_index=None, checkpoints=None,
-                checkpoint_index=None, checkpoint_interval=0, null_slot=None, out=None, variant="auto", segments=0, num_threads=0, stream=None):
+                checkpoint_index=None, checkpoint_interval=0, null_slot=None, out=None, variant="auto", segments=0, exact=False, num_threads=0, stream=None):
     """cula.kda.kda_prefill on torch tensors; see there. In a trace, a pool that is read and written is one tensor passed as state and as
     state_out, and checkpoints go to a pool of their own; with cu_seqlens, rows of no sequence are zeros where out is not given."""
     if not traced(q):
@@ -91,7 +91,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
                               lower_bound=lower_bound, beta_kind=beta_kind, l2norm=l2norm, scale=scale, state_layout=state_layout,
                               state_out=state_out, read_index=read_index, write_index=write_index, checkpoints=checkpoints,
                               checkpoint_index=checkpoint_index, checkpoint_interval=checkpoint_interval, null_slot=null_slot, out=out,
-                              variant=variant, segments=segments, num_threads=num_threads, stream=stream)
+                              variant=variant, segments=segments, exact=exact, num_threads=num_threads, stream=stream)
         if stream is not None:
             keep_for(stream, (q, k, v, gate, beta, state, cu_seqlens, A_log, dt_bias, state_out, read_index, write_index, checkpoints,
                               checkpoint_index, out))
@@ -105,5 +105,5 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
         out = new_out(v, cu_seqlens)
     torch.ops.cula.kda_prefill_out.default(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, None if in_place else state, read_index, write_index,
                                            checkpoint_index, state_out, checkpoints, out, in_place, gate_kind, beta_kind, l2norm, scale,
-                                           state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, num_threads)
+                                           state_layout, lower_bound, null_slot, checkpoint_interval, variant, segments, exact, num_threads)
     return out

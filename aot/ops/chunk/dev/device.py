@@ -7,7 +7,7 @@ import torch
 from cuda.bindings import driver as cu
 
 CHUNK, DIM, RECORD_BYTES = 32, 128, 29184
-PREP_SMEM, STATE_SMEM, CARRY_SMEM = 60416, 107648, 135168
+PREP_SMEM, STATE_SMEM, CARRY_SMEM = 60464, 107648, 70144
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT64_MIN = -(2**63)
@@ -64,14 +64,14 @@ class Prefill:
 
     def plan(self, q, k, v, gate, beta, out, *, cu_seqlens=None, a_log=None, dt_bias=None, raw=True, lower_bound=0.0, beta_kind=1, l2norm=True,
              scale=None, state_in=None, state_out=None, read_index=None, write_index=None, null_slot=None, layout="vk", overlap=True,
-             prep_blocks=None, workspace=None, head_group=None, segments=1, suffix="", state_suffix=""):  # fmt: skip
+             prep_blocks=None, workspace=None, head_group=None, segments=1, exact=False, suffix="", state_suffix=""):  # fmt: skip
         """q,k [B,T,H,128], v,out,gate [B,T,HV,128], beta [B,T,HV]; states [slots,HV,128,128]. -> dict of launch functions."""
         B, T, H, _ = q.shape
         HV = v.shape[2]
         N = B if cu_seqlens is None else cu_seqlens.numel() - 1
         chunks = B * -(-T // CHUNK) if cu_seqlens is None else T // CHUNK + N
         records_bytes = chunks * HV * RECORD_BYTES
-        flag_bytes = -(-chunks * HV * 4 // 128) * 128
+        flag_bytes = -(-(chunks + 2 * N) * HV * 4 // 128) * 128
         carry_bytes = N * HV * segments * 2 * DIM * DIM * 4 if segments > 1 else 0
         if workspace is None:
             workspace = torch.full((records_bytes + flag_bytes + carry_bytes,), 0xFF, dtype=torch.uint8, device=q.device)
@@ -87,7 +87,7 @@ class Prefill:
         modes = raw | code(gate) << 1 | code(a_log) << 3 | code(dt_bias) << 5 | beta_kind << 7 | code(beta) << 9 | l2norm << 11 | index(cu_seqlens) << 12
         prep_args = [ptr(x) for x in (q, k, gate, a_log, dt_bias, beta, cu_seqlens)] + [("p", records), ("p", flags)]
         prep_args += strides(q) + strides(k) + strides(gate) + strides(beta) + [("q", T)]
-        prep_args += [("i", x) for x in (HV, HV // H, head_group, N, chunks, segments if N == 1 else 1, modes)] + [("f", DIM**-0.5 if scale is None else scale), ("f", lower_bound)]
+        prep_args += [("i", x) for x in (HV, HV // H, head_group, N, chunks, segments if N == 1 else 1, 1 if exact else segments, modes)] + [("f", DIM**-0.5 if scale is None else scale), ("f", lower_bound)]
         state_args = [("p", records), ("p", flags), ("p", carry)] + [ptr(x) for x in (v, out, cu_seqlens, state_in, state_out, read_index, write_index)]
         slot = lambda s: [("q", 0 if s is None else s.stride(0)), ("q", 0 if s is None else s.stride(1))]
         count = lambda s: ("q", 0 if s is None else s.shape[0])
@@ -103,7 +103,7 @@ class Prefill:
         order = ["prep"]
         if segments > 1:
             launches["scan"] = self.kernel(f"scan_{names}", STATE_SMEM).launcher(4 * HV * N * (segments - 1), state_args, overlap)
-            launches["carry"] = self.kernel("carry", CARRY_SMEM).launcher(16 * HV * N, [("p", carry), ("i", segments)], overlap)
+            launches["carry"] = self.kernel("carry", CARRY_SMEM).launcher(16 * HV * N, [("p", carry), ("p", flags), ptr(cu_seqlens), ("q", T)] + [("i", x) for x in (HV, chunks, segments, index(cu_seqlens))], overlap)
             order += ["scan", "carry"]
         launches["state"] = self.kernel(f"state_{names}{state_suffix}", STATE_SMEM).launcher(max(1, 2 * HV * N * segments), state_args, overlap)
         order += ["state"]

@@ -33,6 +33,7 @@ static inline uint32_t __float_as_uint(float f) { uint32_t x; memcpy(&x, &f, 4);
 static inline float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float(uint32_t(b.v) << 16); }
 static inline float __half2float(__half h) { _Float16 x; memcpy(&x, &h, 2); return float(x); }
 using std::fminf;
+using std::fmaxf;
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 
 namespace cula::emu {
@@ -48,7 +49,7 @@ inline ucontext_t scheduler;
 inline int current;
 inline Meet block_meet, warp_meet[kMaxThreads / 32];
 inline uint32_t lanes[kMaxThreads / 32][32][16];  // exchange area of warp-wide instructions
-inline std::vector<Async> async_copies[kMaxThreads];
+inline std::vector<std::vector<Async>> async_copies[kMaxThreads];
 inline std::vector<Bulk> bulk_copies[kMaxThreads];
 inline Dim block_idx, grid_dim;
 inline void yield() { swapcontext(&fibers[current].ctx, &scheduler); }
@@ -70,6 +71,7 @@ inline void run_block(void (*f)(void*), void* arg, int block_threads, std::mt199
     order[i] = i;
     Fiber& b = fibers[i];
     b.done = false; b.stack.resize(64 << 10);
+    async_copies[i].assign(1, {});
     getcontext(&b.ctx);
     b.ctx.uc_stack.ss_sp = b.stack.data(); b.ctx.uc_stack.ss_size = b.stack.size(); b.ctx.uc_link = nullptr;
     makecontext(&b.ctx, trampoline, 0);
@@ -88,6 +90,17 @@ inline void run_block(void (*f)(void*), void* arg, int block_threads, std::mt199
 #define gridDim (::cula::emu::grid_dim)
 static inline void __syncthreads() { cula::emu::meet(cula::emu::block_meet, cula::emu::threads); }
 static inline int __syncthreads_or(int v) { cula::emu::block_meet.any |= v != 0; __syncthreads(); return cula::emu::block_meet.result; }
+namespace cula::emu {
+inline Meet named_meet[16];
+inline void arrive(Meet& m, int n) {
+  if (++m.count == n) { m.count = 0; ++m.gen; }
+}
+inline void wait(Meet& m, int n) {
+  const int gen = m.gen;
+  arrive(m, n);
+  while (m.gen == gen) yield();
+}
+}  // namespace cula::emu
 static inline void __syncwarp() { cula::emu::warp_sync(); }
 static inline void __threadfence() {}
 static inline int __shfl_sync(unsigned, int v, int src) {
@@ -166,13 +179,21 @@ CULA_DEV void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
 }
 
 // Copies happen at the wait, and the bulk store reads its source then: too early a reuse of either buffer shows.
-CULA_DEV void cp_async16(void* dst, const void* src, bool valid) { async_copies[current].push_back({dst, src, valid}); memset(dst, 0xff, 16); }
-CULA_DEV void cp_async_commit() {}
-CULA_DEV void cp_async_wait_all() {
-  for (const Async& c : async_copies[current]) { if (c.valid) memcpy(c.dst, c.src, 16); else memset(c.dst, 0, 16); }
-  async_copies[current].clear();
+CULA_DEV void cp_async16(void* dst, const void* src, bool valid) { async_copies[current].back().push_back({dst, src, valid}); memset(dst, 0xff, 16); }
+CULA_DEV void cp_async_commit() { async_copies[current].emplace_back(); }
+template <int kPending>
+CULA_DEV void cp_async_wait() {  // the last group is open
+  auto& groups = async_copies[current];
+  while (groups.size() > kPending + 1) {
+    for (const Async& c : groups[0]) { if (c.valid) memcpy(c.dst, c.src, 16); else memset(c.dst, 0, 16); }
+    groups.erase(groups.begin());
+  }
 }
-CULA_DEV void prefetch_l2(const void*) {}
+CULA_DEV uint32_t load_acquire(const uint32_t* p) { return *p; }
+CULA_DEV uint32_t load_u16(const void* p) { uint16_t r; memcpy(&r, p, 2); return r; }
+CULA_DEV uint32_t load_u32(const void* p) { uint32_t r; memcpy(&r, p, 4); return r; }
+CULA_DEV uint2 load_u32x2(const void* p) { uint2 r; memcpy(&r, p, 8); return r; }
+CULA_DEV float4 load_f32x4(const void* p) { float4 r; memcpy(&r, p, 16); return r; }
 CULA_DEV void bulk_wait_all();
 CULA_DEV void bulk_wait_read() { bulk_wait_all(); }
 CULA_DEV void bulk_store(void* dst, const void* src, int bytes) { bulk_copies[current].push_back({dst, src, bytes}); }
@@ -180,6 +201,14 @@ CULA_DEV void bulk_wait_all() {
   for (const Bulk& c : bulk_copies[current]) memcpy(c.dst, c.src, c.bytes);
   bulk_copies[current].clear();
 }
+CULA_DEV void bulk_wait_all_but_last() {
+  auto& copies = bulk_copies[current];
+  while (copies.size() > 1) { memcpy(copies[0].dst, copies[0].src, copies[0].bytes); copies.erase(copies.begin()); }
+}
+template <int kNumber, int kCount>
+CULA_DEV void barrier_arrive() { arrive(named_meet[kNumber], kCount); }
+template <int kNumber, int kCount>
+CULA_DEV void barrier_sync() { wait(named_meet[kNumber], kCount); }
 CULA_DEV void fence_async_smem() {}
 CULA_DEV void store_release(uint32_t* p, uint32_t v) { *p = v; }
 CULA_DEV void griddepcontrol_wait() {}

@@ -38,12 +38,15 @@ def inputs(lens, H, HV, *, io=bf16, gate="safe", gate_dtype=bf16, beta="logit", 
         g = torch.where(torch.rand(g.shape, device=dev, generator=gen) < 0.3, -0.1, float(gate[3:]))
     if gate == "log0":
         g.zero_()
+    if gate == "mixed":  # log gates: spans of 100 tokens that forget fast, spans that do not, by head
+        fast = (torch.arange(g.shape[1], device=dev)[:, None] // 100 + torch.arange(HV, device=dev)) % 3 < 2
+        g = torch.where(fast[None, :, :, None], -1.5 * torch.rand(g.shape, device=dev, generator=gen), -1e-3)
     if gate == "logmix":
         g = -torch.exp(2 * g - 4)
     if beta in ("0", "1", "2"):
         b.fill_(float(beta))
     return dict(q=q.to(io), k=k.to(io), v=v.to(io), gate=g.to(gate_dtype), beta=b.to(beta_dtype), a_log=a_log.to(params_dtype), dt_bias=dt.to(params_dtype),
-                h0=r(len(lens), HV, DIM, DIM) * h0, raw=not gate.startswith("log"), lower_bound=-5.0 if gate in ("safe", "bound", "slow", "acc") else 0.0,
+                h0=r(len(lens), HV, DIM, DIM) * h0, raw=not gate.startswith(("log", "mixed")), lower_bound=-5.0 if gate in ("safe", "bound", "slow", "acc") else 0.0,
                 beta_kind={"logit": 1, "twice": 2}.get(beta, 0), lens=lens, fixed=fixed)  # fmt: skip
 
 
@@ -89,7 +92,7 @@ def rel(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-300)) if a.numel() else 0.0
 
 
-def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_rows=False, pool=None, l2norm=True, scale=None, overlap=True, repeat=True, segments=1):
+def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_rows=False, pool=None, l2norm=True, scale=None, overlap=True, repeat=True, segments=1, exact=False):
     """Runs with poisoned outputs; -> o [B,T,HV,V], final states [N,HV,V,K], bitwise equal on a second run"""
     lens, N = d["lens"], len(d["lens"])
     q, k, v = d["q"], d["k"], d["v"]
@@ -119,7 +122,7 @@ def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_row
             s_in[order] = put(d["h0"]).to(state_dtype)
         p = op.plan(q, k, v, d["gate"], d["beta"], out, cu_seqlens=cu, a_log=d["a_log"] if d["raw"] else None, dt_bias=d["dt_bias"] if d["raw"] else None, raw=d["raw"],
                     lower_bound=d["lower_bound"], beta_kind=d["beta_kind"], l2norm=l2norm, scale=scale, state_in=s_in, state_out=s_out, read_index=read, write_index=write,
-                    null_slot=null, layout=layout, overlap=overlap, segments=segments)  # fmt: skip
+                    null_slot=null, layout=layout, overlap=overlap, segments=segments, exact=exact)  # fmt: skip
         p["run"]()
         torch.cuda.synchronize()
         states = s_out if pool is None else s_out[order]
@@ -169,6 +172,12 @@ def checks(op):
         ("2 segments, ragged", inputs([100, 0, 1, 333, 64, 31], 2, 2, gate="slow", seed=30), dict(segments=2)),
         ("5 segments, ragged, no overlap", inputs([100, 0, 1, 333, 64, 31], 2, 2, gate="logmix", seed=31), dict(segments=5, overlap=False)),
         ("5 segments, pool, g = 0", inputs([300, 500], 2, 2, gate="log0", seed=32), dict(segments=5, pool=torch.int32)),
+        ("8 segments, exact", inputs([1000], 2, 4, seed=28), dict(segments=8, exact=True)),
+        ("8 segments, int64 cu, kv, pool", inputs([2047], 2, 2, seed=34), dict(segments=8, layout="kv", cu_dtype=torch.int64, pool=torch.int32)),
+        ("64 segments, no overlap, pool", inputs([2200], 2, 2, seed=35), dict(segments=64, overlap=False, pool=torch.int64)),
+        ("some cuts warm", inputs([4000], 2, 4, gate="mixed", gate_dtype=f32, seed=36), dict(segments=9)),
+        ("some cuts warm, ragged", inputs([1000, 0, 31, 2000, 65, 700], 2, 4, gate="mixed", gate_dtype=f32, seed=37), dict(segments=6, pool=torch.int32)),
+        ("some cuts warm, fixed", inputs([1100] * 3, 2, 4, gate="mixed", gate_dtype=f32, seed=38, fixed=True), dict(segments=6)),
         ("slow 8192", inputs([8192], 2, 2, gate="slow", seed=33), {}),
         ("slow 8192, 6 segments", inputs([8192], 2, 2, gate="slow", seed=33), dict(segments=6)),
         ("70 heads, 2 groups", inputs([40, 70], 70, 70, seed=25), {}),
@@ -235,9 +244,10 @@ def variants_of(H, lens, parts):
     if parts:
         v.update(prep3=(dict(overlap=False), "prep"), prep2=(dict(), "prep"), state=(dict(overlap=False), "state"), overlap1=(dict(prep_blocks=1), "run"))
     if H <= 16 and len(lens) == 1:
-        for p in (2, 3, 4, 5, 6, 8, 9, 12, 16):
-            if 2 * H * p <= 528:
+        for p in (2, 3, 4, 5, 6, 8, 9, 10, 12, 16):
+            if 2 * H * p <= 264:
                 v[f"cp{p}"] = (dict(segments=p), "run")
+                v[f"exact{p}"] = (dict(segments=p, exact=True), "run")
         if parts:
             v.update(scan3=(dict(segments=3, overlap=False), "scan"), state3=(dict(segments=3, overlap=False), "state"), scan5=(dict(segments=5, overlap=False), "scan"), carry5=(dict(segments=5, overlap=False), "carry"), state5=(dict(segments=5, overlap=False), "state"))
     return v
