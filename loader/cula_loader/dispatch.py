@@ -165,6 +165,8 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
                 handle = streams.handle_of(stream)
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"{op.name}: {error}") from None
+        if donate is not False and donate is not True:
+            raise InvalidArgumentError(f"{op.name}: donate={donate!r}: allowed: True, False")
         status, keep, kind = -1, None, type(objects[op.lead_index])
         if kind is prepared.kind or prepared.use(kind, objects):
             if not prepared.grad_enabled() or not prepared.requires_grad(*objects):

@@ -87,7 +87,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
         checkpoints, checkpoint_index   a pool (which may be the memory of the others) and [N,C] slots in it: the state of sequence n after
                     (j + 1) * checkpoint_interval of its tokens is stored in slot checkpoint_index[n,j]; checkpoint_interval is a multiple
                     of 32. No GPU kernel stores checkpoints yet
-        out         as v; None: a new array of v's framework. It may not overlap anything
+        out         as v; None: a new array of v's framework, whose rows of no sequence hold anything. It may not overlap anything
     Options
         l2norm, scale, state_layout, num_threads, stream, donate   as in kda_decode
         variant     "auto"; "serial", "overlap": how the kernels follow one another, for tests and measurements
@@ -99,8 +99,9 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     Raises InvalidArgumentError for operands and options that break a rule, UnsupportedError for dtypes, dims and alignments that no kernel
     takes, CudaError where memory cannot be had. N = 0 does nothing.
     """
-    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
-        refuse_no_integers("kda_prefill", num_threads, null_slot)
+    if (type(num_threads) is not int or type(segments) is not int or type(checkpoint_interval) is not int
+            or (null_slot is not None and type(null_slot) is not int)):
+        refuse_no_integers("kda_prefill", num_threads, null_slot, segments=segments, checkpoint_interval=checkpoint_interval)
     fresh = ()
     if out is None:
         out, fresh = empty(v, "out", shape_of("kda_prefill", "v", v)), ("out",)
