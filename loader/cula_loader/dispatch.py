@@ -390,10 +390,11 @@ class Requirements(NamedTuple):
 class Query:
     """Given to `call` in place of a stream: the call is validated and planned, not made, and `answer` says what it needs.
 
-    arch: None for that of the operands' device, else a name, which needs no such device. sm_count: 0 for the arch's usual count.
+    arch: None for that of the operands' device, else a name, which needs no such device. sm_count: 0 for the arch's usual count; of several
+    counts the answer is that of the one which needs the most workspace.
     """
 
-    def __init__(self, arch: str | None = None, sm_count: int = 0):
+    def __init__(self, arch: str | None = None, sm_count: int | range = 0):
         if arch is not None and arch not in abi.ARCHS:
             raise InvalidArgumentError(f"arch={arch!r}: allowed: {', '.join(map(repr, abi.ARCHS))}")
         self.arch, self.sm_count, self.answer = arch, sm_count, None
@@ -403,11 +404,13 @@ class Query:
         prepared = _Prepared(op, options, _State(lib))
         keep = _read(prepared, _locate(op, objects), {}, set())
         needs = abi.new(abi.Requirements)
-        needs.arch, needs.sm_count = abi.ARCHS[self.arch or "device"], self.sm_count
-        lib.check(lib.c.cula_query(op.number, addressof(prepared.args), addressof(needs)))
+        needs.arch, self.answer = abi.ARCHS[self.arch or "device"], None
+        for needs.sm_count in (self.sm_count,) if isinstance(self.sm_count, int) else self.sm_count:
+            lib.check(lib.c.cula_query(op.number, addressof(prepared.args), addressof(needs)))
+            if self.answer is None or needs.workspace_bytes > self.answer.workspace_bytes:
+                ids = tuple(lib.kernel(i).id for i in needs.kernels[: needs.launch_count])
+                self.answer = Requirements(ids, needs.workspace_bytes, needs.workspace_align)
         del keep
-        ids = tuple(lib.kernel(i).id for i in needs.kernels[: needs.launch_count])
-        self.answer = Requirements(ids, needs.workspace_bytes, needs.workspace_align)
 
 
 def empty(like, name: str, shape: tuple[int, ...], dtype: str | None = None):
