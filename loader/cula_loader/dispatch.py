@@ -405,7 +405,7 @@ class Query:
         keep = _read(prepared, _locate(op, objects), {}, set())
         needs = abi.new(abi.Requirements)
         needs.arch, self.answer = abi.ARCHS[self.arch or "device"], None
-        for needs.sm_count in (self.sm_count,) if isinstance(self.sm_count, int) else self.sm_count:
+        for needs.sm_count in self.sm_count if isinstance(self.sm_count, range) else (self.sm_count,):
             lib.check(lib.c.cula_query(op.number, addressof(prepared.args), addressof(needs)))
             if self.answer is None or needs.workspace_bytes > self.answer.workspace_bytes:
                 ids = tuple(lib.kernel(i).id for i in needs.kernels[: needs.launch_count])

@@ -110,15 +110,19 @@ def test_selftest():
     done = python("-m", "cula", "selftest", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"^ok   cpu (\w+) (\w+): out \S+ \(limit \S+\), state \S+ \(limit \S+\), kernel (\S+)$", done.stdout, re.M)
-    assert {op for op, _, _ in lines} == {"kda_decode", "gdn_decode", "gla_decode", "lightning_decode", "kda_gate", "gdn_gate", "l2norm"}
+    assert {op for op, _, _ in lines} == {op for kernels in cula.info()["artifacts"]["kernels"].values() for op in kernels}
     assert all(kernel.startswith(f"{op}.cpu.") for op, _, kernel in lines)
-    assert {dtype for op, dtype, _ in lines if op == "kda_decode"} == {"float32", "float16", "bfloat16"}
+    for name in ("kda_decode", "kda_prefill"):
+        assert {dtype for op, dtype, _ in lines if op == name} == {"float32", "float16", "bfloat16"}
 
 
 @pytest.mark.parametrize(("break_it", "shown"), [
     ("_selftest.OUT_LIMIT = dict.fromkeys(_selftest.OUT_LIMIT, 1e-12)", "FAIL cpu kda_decode"),
     ("_selftest.kda.kda_decode = lambda **kw: kw['out'].fill(float('nan'))", "FAIL cpu kda_decode"),
     ("_selftest.last_kernels = lambda: ('kda_decode.sm90.bf16',)", "FAIL cpu gdn_decode"),
+    ("_selftest.last_kernels = lambda: ()", "FAIL cpu kda_prefill"),
+    ("_selftest.kda.kda_prefill = lambda **kw: kw['out'].fill(0)", "FAIL cpu kda_prefill"),
+    ("_selftest.PREFILL_STATE_LIMIT = 1e-12", "FAIL cpu kda_prefill"),
     ("_selftest.norm.l2norm = lambda *a, **kw: (_ for _ in ()).throw(_selftest.CulaError('broken'))", "FAIL cpu l2norm float32: CulaError: broken"),
 ])
 def test_selftest_can_fail(break_it, shown):
