@@ -78,8 +78,8 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
                     activation, as in kda_decode, with A_log, dt_bias and lower_bound
         beta        [B,T,HV]      beta_kind "value": as it is; "logit": sigmoid(beta); "logit_twice": 2 * sigmoid(beta)
         cu_seqlens  [N+1] int32 or int64, on the device of the tokens: sequence n has the tokens cu_seqlens[n] to cu_seqlens[n+1]. B is 1 then, or
-                    q, k, v, gate, beta and out have no B. Never read on the host: a captured graph may be replayed with other lengths. Sequences
-                    may be empty; tokens of no sequence are not read, and their rows of out not written. None: sequence n is row n
+                    q, k, v, gate, beta and out have no B. Never read on the host: a captured graph may be replayed with other lengths, and nobody
+                    checks that its numbers never fall and stay from 0 to T. Sequences may be empty; tokens of no sequence are not read, and their rows of out not written. None: sequence n is row n
         state       initial states, a pool of slots as in kda_decode; it is only read. None: every sequence starts from zero
         state_out   pool that final states are stored in; it may be the memory of state. None: they are not stored
         read_index, write_index   [N] int32 or int64: slots of state and of state_out. None: slot n; with read_index and state_out, write_index must
