@@ -9,6 +9,7 @@ finaliser) gets a state of its own. Host time of the fast path is the product: w
 from __future__ import annotations
 
 import ctypes
+import numbers
 import sys
 import threading
 from ctypes import addressof, byref, c_void_p
@@ -397,6 +398,8 @@ class Query:
     def __init__(self, arch: str | None = None, sm_count: int | range = 0):
         if arch is not None and arch not in abi.ARCHS:
             raise InvalidArgumentError(f"arch={arch!r}: allowed: {', '.join(map(repr, abi.ARCHS))}")
+        if not isinstance(sm_count, range) and (isinstance(sm_count, bool) or not isinstance(sm_count, numbers.Integral) or not 0 <= sm_count < 2**31):
+            raise InvalidArgumentError(f"sm_count={sm_count!r}: allowed: a number of multiprocessors, or 0 for the device's or the arch's usual one")
         self.arch, self.sm_count, self.answer = arch, sm_count, None
 
     def ask(self, op: Op, objects: tuple, options: tuple) -> None:

@@ -53,6 +53,23 @@ def test_query_of_the_cpu_and_of_arrays():
     assert gates.kernels == ("gdn_gate.cpu.fp32",)
 
 
+@pytest.mark.parametrize("count", [-1, 2**31, True, 1.5, "132", None])
+def test_a_number_of_multiprocessors_is_one(count):
+    with pytest.raises(cula.InvalidArgumentError, match=f"sm_count={re.escape(repr(count))}: allowed: a number of multiprocessors"):
+        cula.query(cula.norm.l2norm, cula.Spec((5, 33), "fp16", (1, 0)), sm_count=count)
+    assert cula.query(cula.norm.l2norm, cula.Spec((5, 33), "fp16", (1, 0)), sm_count=np.int64(0)).kernels == ("l2norm.cpu.fp16",)
+
+
+def test_of_several_numbers_of_multiprocessors_the_one_that_needs_most():
+    if "sm90" not in cula.info()["artifacts"]["kernels"]:
+        pytest.skip("no GPU kernels of prefill here")
+    rows, heads = cula.Spec((1, 4436, 1, 128), "bf16"), cula.Spec((1, 4436, 1), "bf16")
+    ask = lambda count: cula.query(cula.kda.kda_prefill, rows, rows, rows, rows, heads, gate_kind="log", arch="sm90", sm_count=count)  # noqa: E731
+    answers = {count: ask(count) for count in range(1, 193)}
+    most = max(answers.values(), key=lambda answer: answer.workspace_bytes)
+    assert ask(range(1, 193)) == most and most.workspace_bytes > answers[132].workspace_bytes
+
+
 def test_query_says_no_with_a_reason():
     archs = [a for a in cula.info()["artifacts"]["kernels"] if a != "cpu"]
     device = dict(arch=archs[0]) if archs else {}
