@@ -130,6 +130,14 @@ def test_refused_while_traced(name):
         kda_prefill(**x)
 
 
+def test_symbolic_sizes_are_refused_by_name():
+    scope = jax.export.SymbolicScope()
+    spec = lambda shape: jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape, scope=scope), jnp.float32)  # noqa: E731
+    call = jax.jit(lambda *x: kda_prefill(*x, gate_kind="log")[0])
+    with pytest.raises(cula.UnsupportedError, match=r"kda_prefill: \w+ has shape \[1, t, .*\]: symbolic sizes"):
+        jax.export.export(call)(*map(spec, ("1,t,2,128", "1,t,2,128", "1,t,4,128", "1,t,4,128", "1,t,4")))
+
+
 def test_vmap_and_gradients_are_refused():
     p, operands, options = problem((9, 9), fixed=True)
     call = lambda q: kda_prefill(q, *operands[1:], **options)[0]  # noqa: E731

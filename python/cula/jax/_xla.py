@@ -104,6 +104,10 @@ def _traced(static: tuple, updated: dict, given: dict) -> tuple:
     """static: (op, options, results, pools) of `call`."""
     name, options, results, pools = static
     operands = {**given, **updated}
+    for key, x in operands.items():
+        if not all(isinstance(extent, int) for extent in x.shape):
+            raise UnsupportedError(f"{name}: {key} has shape {list(x.shape)}: symbolic sizes of jax.export are not supported; export for a capacity, and run it with "
+                                   "padding indices or repeated cu_seqlens, or export a program a shape")
     outputs = {key: (shape, dtype) for key, (shape, dtype) in results}
     aliases = {}
     for operand, written in pools:
