@@ -9,6 +9,7 @@ finaliser) gets a state of its own. Host time of the fast path is the product: w
 from __future__ import annotations
 
 import ctypes
+import numbers
 import sys
 import threading
 from ctypes import addressof, byref, c_void_p
@@ -165,6 +166,8 @@ def call(op: Op, objects: tuple, options: tuple, stream=None, donate: bool = Fal
                 handle = streams.handle_of(stream)
             except InvalidArgumentError as error:
                 raise InvalidArgumentError(f"{op.name}: {error}") from None
+        if donate is not False and donate is not True:
+            raise InvalidArgumentError(f"{op.name}: donate={donate!r}: allowed: True, False")
         status, keep, kind = -1, None, type(objects[op.lead_index])
         if kind is prepared.kind or prepared.use(kind, objects):
             if not prepared.grad_enabled() or not prepared.requires_grad(*objects):
@@ -388,12 +391,15 @@ class Requirements(NamedTuple):
 class Query:
     """Given to `call` in place of a stream: the call is validated and planned, not made, and `answer` says what it needs.
 
-    arch: None for that of the operands' device, else a name, which needs no such device. sm_count: 0 for the arch's usual count.
+    arch: None for that of the operands' device, else a name, which needs no such device. sm_count: 0 for the arch's usual count; of several
+    counts the answer is that of the one which needs the most workspace.
     """
 
-    def __init__(self, arch: str | None = None, sm_count: int = 0):
+    def __init__(self, arch: str | None = None, sm_count: int | range = 0):
         if arch is not None and arch not in abi.ARCHS:
             raise InvalidArgumentError(f"arch={arch!r}: allowed: {', '.join(map(repr, abi.ARCHS))}")
+        if not isinstance(sm_count, range) and (isinstance(sm_count, bool) or not isinstance(sm_count, numbers.Integral) or not 0 <= sm_count < 2**31):
+            raise InvalidArgumentError(f"sm_count={sm_count!r}: allowed: a number of multiprocessors, or 0 for the device's or the arch's usual one")
         self.arch, self.sm_count, self.answer = arch, sm_count, None
 
     def ask(self, op: Op, objects: tuple, options: tuple) -> None:
@@ -401,11 +407,13 @@ class Query:
         prepared = _Prepared(op, options, _State(lib))
         keep = _read(prepared, _locate(op, objects), {}, set())
         needs = abi.new(abi.Requirements)
-        needs.arch, needs.sm_count = abi.ARCHS[self.arch or "device"], self.sm_count
-        lib.check(lib.c.cula_query(op.number, addressof(prepared.args), addressof(needs)))
+        needs.arch, self.answer = abi.ARCHS[self.arch or "device"], None
+        for needs.sm_count in self.sm_count if isinstance(self.sm_count, range) else (self.sm_count,):
+            lib.check(lib.c.cula_query(op.number, addressof(prepared.args), addressof(needs)))
+            if self.answer is None or needs.workspace_bytes > self.answer.workspace_bytes:
+                ids = tuple(lib.kernel(i).id for i in needs.kernels[: needs.launch_count])
+                self.answer = Requirements(ids, needs.workspace_bytes, needs.workspace_align)
         del keep
-        ids = tuple(lib.kernel(i).id for i in needs.kernels[: needs.launch_count])
-        self.answer = Requirements(ids, needs.workspace_bytes, needs.workspace_align)
 
 
 def empty(like, name: str, shape: tuple[int, ...], dtype: str | None = None):

@@ -99,14 +99,21 @@ class Library:
         """Raises the exception of a status that is not CULA_OK, with the library's message."""
         if status:
             kind = errors.BY_STATUS.get(status, errors.InternalError)
-            text = self.last_error()
-            for field, said in _PYTHON_NAMES:
-                text = text.replace(field, said)
-            raise kind(text)
+            raise kind(_in_words_of_python(self.last_error()))
 
 
-# Messages of the library name fields of cula.h; what a function here has in the place of one.
-_PYTHON_NAMES = (("has_null_slot is 1", "null_slot is given"), (" is missing (NULL)", " is missing"))
+# Messages of the library name fields and enumerators of cula.h; what a function here has in the place of one. LOG_HEAD and LOG_CHANNEL are one
+# word in Python, where the op tells which it is.
+_PYTHON_NAMES = (("has_null_slot is 1", "null_slot is given"), (" is missing (NULL)", " is missing"), ("CPU tensors take a NULL stream", "CPU tensors take no stream"))
+_PYTHON_WORDS = {name.upper(): name for names in (abi.GATE_KINDS, abi.BETA_KINDS, abi.PREFILL_VARIANTS) for name in names} | {
+    "LOG_HEAD": "log", "LOG_CHANNEL": "log", "CONST_HEAD": "decay"}
+_ENUMERATOR = re.compile(rf"\b({'|'.join(_PYTHON_WORDS)})\b")
+
+
+def _in_words_of_python(text: str) -> str:
+    for field, said in _PYTHON_NAMES:
+        text = text.replace(field, said)
+    return _ENUMERATOR.sub(lambda found: repr(_PYTHON_WORDS[found[0]]), text)
 
 
 def _check_environment() -> None:

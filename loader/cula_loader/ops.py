@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
-from ctypes import c_uint16
+from ctypes import c_float, c_uint16
 from dataclasses import dataclass, field
 
 from . import abi
@@ -59,7 +60,14 @@ def _flag(name: str, value) -> int:
 def _real(name: str, value) -> float:
     if not isinstance(value, numbers.Real):
         _fail(name, value, "a real number" + (" or None" if name in ("scale", "lower_bound") else ""))
-    return float(value)
+    try:
+        number = float(value)
+        fits = math.isinf(number) or not math.isinf(c_float(number).value)
+    except OverflowError:  # 10**400
+        fits = False
+    if not fits:  # the library would say "inf", which is not what was given
+        _fail(name, value, "a number that float32 can hold")
+    return number
 
 
 def _integer(name: str, value, low: int, high: int) -> int:
@@ -72,7 +80,7 @@ def _bound(lower_bound) -> float:
     """The field has 0 for "no bound", so a bound of 0 that was meant as one must not slip through."""
     if lower_bound is None:
         return 0.0
-    if not -5 <= _real("lower_bound", lower_bound) < 0:
+    if not -5 <= _real("lower_bound", lower_bound) < 0 or c_float(lower_bound).value == 0:  # -1e-50 is 0 in the field
         _fail("lower_bound", lower_bound, "a number in [-5, 0), or None for the softplus form")
     return float(lower_bound)
 

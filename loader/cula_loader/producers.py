@@ -76,6 +76,8 @@ class Torch(Producer):
         if x.requires_grad and self.grad_enabled():
             raise UnsupportedError("requires grad, and cula's kernels are forward only: call under torch.no_grad() or "
                                    "torch.inference_mode(), or pass x.detach()")
+        if x.is_neg():  # not asked on the fast path, where it would be a tenth of a decode call
+            raise InvalidArgumentError("torch negates this view lazily, and DLPack hands out its memory without the sign: pass x.resolve_neg()")
         return super().read(x, stream)
 
     def current_stream(self, x, device):

@@ -7,10 +7,10 @@ import numbers
 from cula_loader import InvalidArgumentError, empty
 
 
-def refuse_no_integers(op: str, num_threads, null_slot=None) -> None:
+def refuse_no_integers(op: str, num_threads, null_slot=None, **others) -> None:
     """For a call with another type than int in one of them. True and 2.0 equal allowed values, and option sets are kept under their values: so
-    they cannot be told apart further down. NumPy's integers are taken."""
-    for name, value in dict(num_threads=num_threads, null_slot=null_slot).items():
+    they cannot be told apart further down. NumPy's integers are taken. others: further integer options, by name."""
+    for name, value in dict(num_threads=num_threads, null_slot=null_slot, **others).items():
         if isinstance(value, bool) or not (isinstance(value, numbers.Integral) or (name == "null_slot" and value is None)):
             raise InvalidArgumentError(f"{op}: {name}={value!r}: allowed: an integer" + (" or None" if name == "null_slot" else ""))
 
@@ -32,6 +32,8 @@ def new_out(op: str, v, mixed_qkv, state, state_layout):
 
 def shape_of(op: str, name: str, x) -> tuple[int, ...]:
     """x.shape, or the refusal of something that is no array."""
+    if x is None:
+        raise InvalidArgumentError(f"{op}: {name} is missing")
     try:
         return tuple(x.shape)
     except AttributeError:

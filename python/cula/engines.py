@@ -47,8 +47,8 @@ def slots_of_step(slots, rows: int, *, write_slots=None, has_initial_state=None,
         raise UnsupportedError("slots_of_step: num_accepted_tokens: the verification of draft tokens is not in cula yet; decode takes one token "
                                "a sequence")
     if max_query_len > 1:
-        raise UnsupportedError(f"slots_of_step: max_query_len={max_query_len}: prefill (chunk_kda, chunk_gated_delta_rule, chunk_gla, "
-                               "chunk_lightning_attn) and verification are not in cula yet; split the one-token rows off")
+        raise UnsupportedError(f"slots_of_step: max_query_len={max_query_len}: these are rows of one token. A prompt of KDA is cula.kda.kda_prefill's, with "
+                               "query_start_loc as cu_seqlens; prefill of other ops and verification are not in cula yet; split the one-token rows off")
     rows = _count("slots_of_step: rows", rows)
     read = _slots("slots", slots)
     write = read if write_slots is None else _slots("write_slots", write_slots)
@@ -64,7 +64,7 @@ def slots_of_step(slots, rows: int, *, write_slots=None, has_initial_state=None,
         sequences = read.shape[0]
     if rows > sequences:
         raise UnsupportedError(f"slots_of_step: {rows} rows of {sequences} sequences: some have more than one token, which is prefill "
-                               "(chunk_kda, chunk_gated_delta_rule, ...) or verification; decode takes one token a sequence")
+                               "(of KDA: cula.kda.kda_prefill) or verification; decode takes one token a sequence")
     if read.shape[0] < sequences:
         raise InvalidArgumentError(f"slots_of_step: slots has {read.shape[0]} entries for {sequences} sequences")
     if query_start_loc is None:

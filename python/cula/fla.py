@@ -14,6 +14,7 @@ FLA_CULA=0 in the environment switches the backend off, as FLA's other backends.
 from __future__ import annotations
 
 import collections
+import re
 import threading
 
 import torch
@@ -29,6 +30,8 @@ _BACKEND = "cula"
 _registered: list[str] = []
 _accepted: collections.Counter = collections.Counter()
 _refused: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+_REASONS = 100  # kept a function: messages have shapes in them, and a server sees new shapes for ever
+_OTHER = "other reasons"
 
 
 class _Refused(Exception):
@@ -137,6 +140,12 @@ def _simple_gla_call(q, k, v, g=None, g_gamma=None, scale=None, initial_state=No
 _CALLS = {"fused_recurrent_kda_fwd": _kda_call, "chunk_kda": _chunk_kda_call, "fused_recurrent_simple_gla": _simple_gla_call}
 
 
+def _count_refusal(name: str, reason: str) -> None:
+    reasons = _refused[name]
+    reason = re.sub(r"\b0x[0-9a-f]+", "0x...", reason)  # one tensor at two addresses is refused for one reason
+    reasons[reason if reason in reasons or len(reasons) < _REASONS else _OTHER] += 1
+
+
 def _backend(base: type, name: str) -> type:
     """FLA's adapter class for one of its functions. FLA calls the verifier and, if that accepts, at once the implementation with the same
     arguments, in the same thread: what the verifier made is kept in between."""
@@ -155,7 +164,7 @@ def _backend(base: type, name: str) -> type:
             function, rows, results = read(*args, **kwargs)
             query(function, **rows)
         except (_Refused, CulaError, TypeError, AttributeError) as error:
-            _refused[name][str(error)] += 1
+            _count_refusal(name, str(error))
             return False, str(error)
         ready.call = function, rows, results
         return True, None

@@ -78,8 +78,8 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
                     activation, as in kda_decode, with A_log, dt_bias and lower_bound
         beta        [B,T,HV]      beta_kind "value": as it is; "logit": sigmoid(beta); "logit_twice": 2 * sigmoid(beta)
         cu_seqlens  [N+1] int32 or int64, on the device of the tokens: sequence n has the tokens cu_seqlens[n] to cu_seqlens[n+1]. B is 1 then, or
-                    q, k, v, gate, beta and out have no B. Never read on the host: a captured graph may be replayed with other lengths. Sequences
-                    may be empty; tokens of no sequence are not read, and their rows of out not written. None: sequence n is row n
+                    q, k, v, gate, beta and out have no B. Never read on the host: a captured graph may be replayed with other lengths, and nobody
+                    checks that its numbers never fall and stay from 0 to T. Sequences may be empty; tokens of no sequence are not read, and their rows of out not written. None: sequence n is row n
         state       initial states, a pool of slots as in kda_decode; it is only read. None: every sequence starts from zero
         state_out   pool that final states are stored in; it may be the memory of state. None: they are not stored
         read_index, write_index   [N] int32 or int64: slots of state and of state_out. None: slot n; with read_index and state_out, write_index must
@@ -87,7 +87,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
         checkpoints, checkpoint_index   a pool (which may be the memory of the others) and [N,C] slots in it: the state of sequence n after
                     (j + 1) * checkpoint_interval of its tokens is stored in slot checkpoint_index[n,j]; checkpoint_interval is a multiple
                     of 32. No GPU kernel stores checkpoints yet
-        out         as v; None: a new array of v's framework. It may not overlap anything
+        out         as v; None: a new array of v's framework, whose rows of no sequence hold anything. It may not overlap anything
     Options
         l2norm, scale, state_layout, num_threads, stream, donate   as in kda_decode
         variant     "auto"; "serial", "overlap": how the kernels follow one another, for tests and measurements
@@ -102,8 +102,9 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     Raises InvalidArgumentError for operands and options that break a rule, UnsupportedError for dtypes, dims and alignments that no kernel
     takes, CudaError where memory cannot be had. N = 0 does nothing.
     """
-    if type(num_threads) is not int or (null_slot is not None and type(null_slot) is not int):
-        refuse_no_integers("kda_prefill", num_threads, null_slot)
+    if (type(num_threads) is not int or type(segments) is not int or type(checkpoint_interval) is not int
+            or (null_slot is not None and type(null_slot) is not int)):
+        refuse_no_integers("kda_prefill", num_threads, null_slot, segments=segments, checkpoint_interval=checkpoint_interval)
     fresh = ()
     if out is None:
         out, fresh = empty(v, "out", shape_of("kda_prefill", "v", v)), ("out",)

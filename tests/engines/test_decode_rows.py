@@ -248,8 +248,8 @@ def test_more_slots_than_rows_and_no_rows():
 
 @pytest.mark.parametrize("options, error, text", [
     (dict(rows=3), UnsupportedError, None),
-    (dict(rows=5), UnsupportedError, "chunk_kda"),
-    (dict(rows=3, max_query_len=7), UnsupportedError, "max_query_len=7: prefill"),
+    (dict(rows=5), UnsupportedError, "which is prefill .of KDA: cula.kda.kda_prefill."),
+    (dict(rows=3, max_query_len=7), UnsupportedError, "max_query_len=7: these are rows of one token.*kda_prefill"),
     (dict(rows=3, num_accepted_tokens=torch.ones(3)), UnsupportedError, "num_accepted_tokens"),
     (dict(rows=3, query_start_loc=torch.tensor([0, 4])), UnsupportedError, "3 rows of 1 sequences"),
     (dict(rows=3, query_start_loc=torch.arange(9)), InvalidArgumentError, "slots has 4 entries for 8 sequences"),

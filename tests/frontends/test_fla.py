@@ -1,5 +1,7 @@
 """cula.fla against the installed flash-linear-attention: which implementation ran, and that its results are FLA's."""
 
+import collections
+
 import pytest
 import torch
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
@@ -90,6 +92,19 @@ def test_the_call_of_fla_s_layer_runs_cula(function, name, v_first):
     ref_o, ref_s = kda.by_sequence(lambda x, **kw: kda.naive(x, A_log, dt_bias, -5.0, **kw), x, h0)
     assert error(o, ref_o) < kda.LIMIT and error(s.transpose(-1, -2) if v_first else s, ref_s) < kda.LIMIT
     assert torch.equal(stored, h0.transpose(-1, -2) if v_first else h0), "FLA's initial state is only read"
+
+
+def test_reasons_of_refusals_do_not_grow_for_ever(monkeypatch):
+    """Messages name shapes and addresses, of which a server sees new ones all the time."""
+    monkeypatch.setattr(cula.fla, "_refused", collections.defaultdict(collections.Counter))
+    reasons = lambda: cula.fla.status()["refused"]["chunk_kda"]  # noqa: E731
+    for address in (0x7F0000000001, 0x7F0000000005, 0x55):
+        cula.fla._count_refusal("chunk_kda", f"kda_prefill: q is at {address:#x}; its address must be a multiple of 4 bytes")
+    assert reasons() == {"kda_prefill: q is at 0x...; its address must be a multiple of 4 bytes": 3}
+    for t in range(1, 121):
+        with pytest.raises(Exception):  # noqa: B017  whatever FLA raises without a GPU
+            chunk_kda(**{key: torch.rand(1, t, 2, 64) for key in ("q", "k", "v", "g")}, beta=torch.rand(1, t + 1, 2))
+    assert len(reasons()) == 101 and reasons()["other reasons"] == 21 and sum(reasons().values()) == 123
 
 
 def test_chunk_kda_without_states():

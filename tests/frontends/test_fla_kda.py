@@ -149,6 +149,9 @@ REFUSED_BY_BOTH = [  # what is added to a call, the error, its text
     (dict(use_gate_in_kernel=True, A_log=A, lower_bound=-6.0), ValueError, r"lower_bound=-6.0: allowed: a number in \[-5, 0\)"),
     (dict(cu_seqlens=CU.float()), ValueError, "cu_seqlens has dtype float32"),
     (dict(g=torch.zeros(1, 69, 4)), ValueError, "gate has shape"),
+    *((dict([(name, None)]), ValueError, f"kda: {name} is missing") for name in ("q", "k", "v", "g", "beta")),
+    *((dict([(name, [0.0])]), ValueError, f"kda: {name}: builtins.list is no torch tensor")
+      for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")),
 ]
 REFUSED_BY_CHUNK_KDA = [
     (dict(disable_recompute=True), NotImplementedError, "disable_recompute"),
@@ -162,6 +165,9 @@ REFUSED_BY_CHUNK_KDA = [
     (dict(initial_state=torch.zeros(4, 4, 128, 128, dtype=torch.bfloat16)), ValueError, "initial_state is torch.bfloat16; must be torch.float32"),
     (dict(cu_seqlens=None, cu_seqlens_cpu=CU), ValueError, "cu_seqlens_cpu is given without cu_seqlens"),
     (dict(cu_seqlens_cpu=CU[:-1]), ValueError, r"cu_seqlens_cpu has shape \[4\]"),
+    (dict(cu_seqlens_cpu=CU.tolist()), ValueError, "chunk_kda: cu_seqlens_cpu: builtins.list is no torch tensor"),
+    (dict(cu_seqlens_cpu=CU.float()), ValueError, "cu_seqlens_cpu is torch.float32; must be torch.int32 or torch.int64"),
+    (dict(cu_seqlens_cpu=torch.tensor([0, 12, 18, 26, 68])), ValueError, "expected the numbers of cu_seqlens"),
     (dict(cu_seqlens_cpu=torch.tensor([0, 12, 8, 16, 69])), ValueError, "numbers that never fall, from 0 to T = 69"),
     (dict(cu_seqlens_cpu=torch.tensor([0, 12, 18, 26, 70])), ValueError, "numbers that never fall, from 0 to T = 69"),
 ]

@@ -52,6 +52,16 @@ def test_every_form_of_a_call_is_the_recurrence():
     assert torch.equal(functional[0], out) and torch.equal(functional[1], states)
 
 
+def test_rows_of_no_sequence_are_zeros_compiled_and_not():
+    p = problem((5, 33), before=3, after=4)
+    call = lambda: ct.kda_prefill(*operands(p), p.h0, **keywords(p))  # noqa: E731
+    torch.full_like(p.v, NAN)  # what the allocator then has for the next tensor of this size
+    eager = call()
+    assert not eager[0, :3].any() and not eager[0, 41:].any() and torch.equal(eager, torch.compile(call, fullgraph=True)())
+    eager[0, :3] = eager[0, 41:] = NAN
+    checked(p, eager, None)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_compiled_calls_are_the_eager_ones(fixed):
     p = problem((37, 37, 37) if fixed else (5, 0, 70, 33), fixed=fixed)
@@ -162,6 +172,13 @@ def test_one_graph_for_all_lengths():
         a, b = compiled(q, k, v, -gate.abs(), beta), ct.kda_prefill(q, k, v, -gate.abs(), beta, gate_kind="log")
         assert torch.equal(a, b) and torch.isfinite(a).all()
     assert counter.frame_count == 1
+
+
+def test_a_missing_v_is_said_compiled_and_not():
+    p = problem((5, 9))
+    for call in (ct.kda_prefill, torch.compile(ct.kda_prefill, backend="eager")):
+        with pytest.raises(Exception, match="kda_prefill: v is missing"):
+            call(p.q, p.k, None, p.gate, p.beta, **keywords(p))
 
 
 def test_a_stream_has_no_meaning_in_a_trace():

@@ -214,6 +214,12 @@ def test_other_arrays_are_refused_by_the_functions_of_torch_alone():
                 call()
     with pytest.raises(cula.InvalidArgumentError, match="kda_decode: v is missing"):
         ct.kda_decode()
+    q = torch.zeros(2, 1, 4, 64)
+    for function in (ct.fused_recurrent_gla, ct.fused_recurrent_simple_gla, ct.fused_recurrent_gated_delta_rule):
+        with pytest.raises(cula.InvalidArgumentError, match="v is missing"):
+            function(q, q, None)
+        with pytest.raises(cula.InvalidArgumentError, match="initial_state: numpy.ndarray is no torch tensor"):
+            function(q, q, q, initial_state=a)
 
 
 def test_vmap_is_refused():

@@ -59,6 +59,16 @@ def test_explain_agrees_with_the_call(name, x, text):
             cula.kda.kda_decode(gate_kind="raw", **given)
 
 
+def test_a_view_that_torch_negates_lazily():
+    """Its memory has the other sign, and that is what DLPack hands out."""
+    x = torch.complex(torch.rand(N, H), torch.rand(N, H)).conj().imag
+    assert x.is_neg() and torch.equal(torch.from_dlpack(x), -x)
+    assert any("pass x.resolve_neg()" in sentence for sentence in explain(x, "head")) and not explain(x.resolve_neg(), "head")
+    mixed = {key: y.numpy() for key, y in operands().items()} | dict(beta=x)  # read one by one
+    with pytest.raises(cula.InvalidArgumentError, match="kda_decode: beta: torch negates this view lazily"):
+        cula.kda.kda_decode(gate_kind="raw", **mixed)
+
+
 def test_written_arrays_and_devices():
     x = np.zeros((2, 2), "float32")
     assert explain(x) == ()

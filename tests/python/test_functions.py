@@ -280,6 +280,10 @@ def test_messages_have_the_names_of_python():
         cula.gla.gla_decode(**x, null_slot=0)
     with pytest.raises(cula.InvalidArgumentError, match="gla_decode: gate is missing$"):
         cula.gla.gla_decode(**x, state=state, gate_kind="log")
+    with pytest.raises(cula.InvalidArgumentError, match="gla_decode: gate is given, but gate_kind is 'none'$"):
+        cula.gla.gla_decode(**x, state=state, gate=normal(N, HV, K))
+    with pytest.raises(cula.InvalidArgumentError, match="kda_decode: A_log is given, but gate_kind is not 'raw'$"):
+        cula.kda.kda_decode(**rows("kda", "log"), gate_kind="log", A_log=normal(HV))
 
 
 def test_big_endian_arrays_are_refused_with_what_to_do():

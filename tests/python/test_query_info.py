@@ -53,6 +53,23 @@ def test_query_of_the_cpu_and_of_arrays():
     assert gates.kernels == ("gdn_gate.cpu.fp32",)
 
 
+@pytest.mark.parametrize("count", [-1, 2**31, True, 1.5, "132", None])
+def test_a_number_of_multiprocessors_is_one(count):
+    with pytest.raises(cula.InvalidArgumentError, match=f"sm_count={re.escape(repr(count))}: allowed: a number of multiprocessors"):
+        cula.query(cula.norm.l2norm, cula.Spec((5, 33), "fp16", (1, 0)), sm_count=count)
+    assert cula.query(cula.norm.l2norm, cula.Spec((5, 33), "fp16", (1, 0)), sm_count=np.int64(0)).kernels == ("l2norm.cpu.fp16",)
+
+
+def test_of_several_numbers_of_multiprocessors_the_one_that_needs_most():
+    if "sm90" not in cula.info()["artifacts"]["kernels"]:
+        pytest.skip("no GPU kernels of prefill here")
+    rows, heads = cula.Spec((1, 4436, 1, 128), "bf16"), cula.Spec((1, 4436, 1), "bf16")
+    ask = lambda count: cula.query(cula.kda.kda_prefill, rows, rows, rows, rows, heads, gate_kind="log", arch="sm90", sm_count=count)  # noqa: E731
+    answers = {count: ask(count) for count in range(1, 193)}
+    most = max(answers.values(), key=lambda answer: answer.workspace_bytes)
+    assert ask(range(1, 193)) == most and most.workspace_bytes > answers[132].workspace_bytes
+
+
 def test_query_says_no_with_a_reason():
     archs = [a for a in cula.info()["artifacts"]["kernels"] if a != "cpu"]
     device = dict(arch=archs[0]) if archs else {}
@@ -110,15 +127,19 @@ def test_selftest():
     done = python("-m", "cula", "selftest", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"^ok   cpu (\w+) (\w+): out \S+ \(limit \S+\), state \S+ \(limit \S+\), kernel (\S+)$", done.stdout, re.M)
-    assert {op for op, _, _ in lines} == {"kda_decode", "gdn_decode", "gla_decode", "lightning_decode", "kda_gate", "gdn_gate", "l2norm"}
+    assert {op for op, _, _ in lines} == {op for kernels in cula.info()["artifacts"]["kernels"].values() for op in kernels}
     assert all(kernel.startswith(f"{op}.cpu.") for op, _, kernel in lines)
-    assert {dtype for op, dtype, _ in lines if op == "kda_decode"} == {"float32", "float16", "bfloat16"}
+    for name in ("kda_decode", "kda_prefill"):
+        assert {dtype for op, dtype, _ in lines if op == name} == {"float32", "float16", "bfloat16"}
 
 
 @pytest.mark.parametrize(("break_it", "shown"), [
     ("_selftest.OUT_LIMIT = dict.fromkeys(_selftest.OUT_LIMIT, 1e-12)", "FAIL cpu kda_decode"),
     ("_selftest.kda.kda_decode = lambda **kw: kw['out'].fill(float('nan'))", "FAIL cpu kda_decode"),
     ("_selftest.last_kernels = lambda: ('kda_decode.sm90.bf16',)", "FAIL cpu gdn_decode"),
+    ("_selftest.last_kernels = lambda: ()", "FAIL cpu kda_prefill"),
+    ("_selftest.kda.kda_prefill = lambda **kw: kw['out'].fill(0)", "FAIL cpu kda_prefill"),
+    ("_selftest.PREFILL_STATE_LIMIT = 1e-12", "FAIL cpu kda_prefill"),
     ("_selftest.norm.l2norm = lambda *a, **kw: (_ for _ in ()).throw(_selftest.CulaError('broken'))", "FAIL cpu l2norm float32: CulaError: broken"),
 ])
 def test_selftest_can_fail(break_it, shown):

@@ -20,7 +20,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
     checkpoints the pool after the call. It must be an array of its own, because each pool that is given comes back as an array
     donate      a call outside jit: the pools that come back are in the memory of those that were passed, which are deleted
 
-    On a GPU the call has a workspace among its results, of the size that the largest need of the GPUs of this machine is.
+    On a GPU the call has a workspace among its results, of the size that is enough on every GPU, whatever its number of multiprocessors.
     Raises InvalidArgumentError and UnsupportedError while the call is traced; UnsupportedError under vmap and differentiation.
     """
     name = "kda_prefill"

@@ -14,7 +14,6 @@ from ctypes import c_void_p, cast
 import numpy as np
 
 from cula_loader import InvalidArgumentError, NotFoundError, Query, Spec, UnsupportedError, abi, library
-from cula_loader.devices import devices
 from cula_loader.ops import BY_NAME
 
 from .._outputs import refuse_no_integers
@@ -31,6 +30,7 @@ _NAMES = {short: long for long, short in _DTYPES.items()}
 
 _WITH_WORKSPACE = frozenset({"kda_prefill"})  # ops whose GPU kernels use device memory beside their operands
 _WORKSPACE = -1  # in the attribute fields
+_SM_COUNTS = range(1, 193)  # of all GPUs, parts of one (MIG) among them; 192 is the most that any has
 
 _lock = threading.Lock()
 _registered = False
@@ -86,7 +86,7 @@ def call(name: str, options: tuple, operands: dict, results: dict, pools: tuple[
     same name, or, where the op reads one tensor and writes another, two.
     """
     named = dict(zip(BY_NAME[name].options, options, strict=True))
-    refuse_no_integers(name, named["num_threads"], named.get("null_slot"))
+    refuse_no_integers(name, named["num_threads"], named.get("null_slot"), **{key: named[key] for key in ("segments", "checkpoint_interval") if key in named})
     try:
         _args_bytes(name, *options)
     except TypeError:  # an unhashable option is no valid one: filling says which
@@ -104,6 +104,10 @@ def _traced(static: tuple, updated: dict, given: dict) -> tuple:
     """static: (op, options, results, pools) of `call`."""
     name, options, results, pools = static
     operands = {**given, **updated}
+    for key, x in operands.items():
+        if not all(isinstance(extent, int) for extent in x.shape):
+            raise UnsupportedError(f"{name}: {key} has shape {list(x.shape)}: symbolic sizes of jax.export are not supported; export for a capacity, and run it with "
+                                   "padding indices or repeated cu_seqlens, or export a program a shape")
     outputs = {key: (shape, dtype) for key, (shape, dtype) in results}
     aliases = {}
     for operand, written in pools:
@@ -166,26 +170,20 @@ def _check(name: str, options: tuple, specs: dict) -> None:
 
 def gpu_workspace(name: str, options: tuple, specs: dict) -> int:
     """Bytes that the call needs on any GPU that the library has kernels for: the program is traced before its device is known, and the plan
-    goes by the number of multiprocessors. So the most of the archs' usual numbers and those of this machine's GPUs. 0: no GPU kernel takes
-    the call, and the program runs on the CPU only."""
+    goes by the number of multiprocessors, of which fewer may need more. 0: no GPU kernel takes the call, and the program runs on the CPU only."""
     op = BY_NAME[name]
     there = {key: Spec(shape, dtype) for key, (shape, dtype) in specs.items()}
-    counts = {(arch, 0) for arch in library().artifacts.archs if arch != "cpu"}
-    counts |= {(device.arch, device.sm_count) for device in _gpus() if (device.arch, 0) in counts}
     most = 0
-    for arch, sm_count in counts:
-        asked = Query(arch, sm_count)
+    for arch in library().artifacts.archs:
+        if arch == "cpu":
+            continue
+        asked = Query(arch, _SM_COUNTS)
         try:
             asked.ask(op, tuple(map(there.get, op.tensors)), options)
         except (InvalidArgumentError, UnsupportedError, NotFoundError):  # said again when the program runs there
             continue
         most = max(most, asked.answer.workspace_bytes)
     return most
-
-
-@functools.lru_cache(maxsize=1)
-def _gpus() -> tuple:
-    return devices().found
 
 
 def dtype_of(name: str, key: str, x) -> str:

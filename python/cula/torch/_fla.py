@@ -21,11 +21,19 @@ from ._native import gdn_decode, gla_decode, lightning_decode
 from ._tracing import refuse_no_tensor
 
 
-def _refuse(function: str, **given) -> None:
+def refuse(function: str, **given) -> None:
     """given: what is not supported, with its value; None and False mean that it was not asked for."""
     for name, value in given.items():
         if value is not None and value is not False:
-            raise UnsupportedError(f"{function}: {name} is not supported by cula's decode kernels; flash-linear-attention's own {function} is")
+            raise UnsupportedError(f"{function}: {name} is not supported by cula; flash-linear-attention's own {function} has it")
+
+
+def check_tensors(function: str, required: dict, **others) -> None:
+    """Each operand is a torch tensor; one of `others` may be None."""
+    for name, x in (*required.items(), *others.items()):
+        if x is None and name in required:
+            raise InvalidArgumentError(f"{function}: {name} is missing")
+        refuse_no_tensor(x, f"{function}: {name}")
 
 
 def state_v_first_of(function: str, state_v_first: bool, others: dict) -> bool:
@@ -40,8 +48,8 @@ def state_v_first_of(function: str, state_v_first: bool, others: dict) -> bool:
     return bool(state_v_first)
 
 
-def _one_token(function: str, q) -> None:
-    refuse_no_tensor(q, f"{function}: q")
+def _one_token(function: str, q, k, v, **others) -> None:
+    check_tensors(function, dict(q=q, k=k, v=v), **others)
     if q.dim() != 4:
         raise InvalidArgumentError(f"{function}: q has shape {list(q.shape)}; expected [B,T,H,K]")
     if q.shape[1] != 1:
@@ -72,8 +80,8 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
     """fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule at T = 1. g [B,1,HV]; beta None: 1."""
     name = "fused_recurrent_gated_delta_rule"
     v_first = state_v_first_of(name, state_v_first, kwargs)
-    _refuse(name, cu_seqlens=cu_seqlens, gk=gk, gv=gv)
-    _one_token(name, q)
+    refuse(name, cu_seqlens=cu_seqlens, gk=gk, gv=gv)
+    _one_token(name, q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
     gate = dict(gate_kind="none" if g is None else "log")
     if use_gate_in_kernel:
         if g is None or A_log is None:
@@ -94,8 +102,8 @@ def fused_recurrent_gla(q, k, v, gk=None, gv=None, scale=None, initial_state=Non
     """fla.ops.gla.fused_recurrent_gla at T = 1. gk [B,1,H,K]."""
     name = "fused_recurrent_gla"
     v_first = state_v_first_of(name, state_v_first, kwargs)
-    _refuse(name, cu_seqlens=cu_seqlens, gv=gv, reverse=reverse)
-    _one_token(name, q)
+    refuse(name, cu_seqlens=cu_seqlens, gv=gv, reverse=reverse)
+    _one_token(name, q, k, v, gk=gk, initial_state=initial_state)
     states = _states(q, v, initial_state, v_first)
     o = gla_decode(q, k, v, gk, **states, gate_kind="none" if gk is None else "log", scale=scale)
     return o, states["state_out"] if output_final_state else None
@@ -106,8 +114,8 @@ def fused_recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initia
     """fla.ops.simple_gla.fused_recurrent_simple_gla at T = 1. g [B,1,H] or g_gamma [H], logs of the decay."""
     name = "fused_recurrent_simple_gla"
     v_first = state_v_first_of(name, state_v_first, kwargs)
-    _refuse(name, cu_seqlens=cu_seqlens, reverse=reverse)
-    _one_token(name, q)
+    refuse(name, cu_seqlens=cu_seqlens, reverse=reverse)
+    _one_token(name, q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state)
     if g is not None and g_gamma is not None:
         raise InvalidArgumentError(f"{name}: g and g_gamma exclude each other")
     gate = g
@@ -129,8 +137,8 @@ def fused_recurrent_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, i
                                    cu_seqlens=None):
     """fla.ops.lightning_attn.fused_recurrent_lightning_attn at T = 1; the decay of a layer is made once and kept."""
     name = "fused_recurrent_lightning_attn"
-    _refuse(name, cu_seqlens=cu_seqlens, reverse=reverse)
-    _one_token(name, q)
+    refuse(name, cu_seqlens=cu_seqlens, reverse=reverse)
+    _one_token(name, q, k, v, initial_state=initial_state)
     states = _states(q, v, initial_state, False)
     o = lightning_decode(q, k, v, decay=_lightning_decay(q.shape[2], layer_idx, num_layers, q.device), **states, scale=scale)
     return o, states["state_out"] if output_final_state else None

@@ -16,18 +16,11 @@ from __future__ import annotations
 
 import torch
 
-from cula_loader import InvalidArgumentError, UnsupportedError
+from cula_loader import InvalidArgumentError
 
-from ._fla import beta_kind, state_v_first_of
+from ._fla import beta_kind, check_tensors, refuse, state_v_first_of
 from ._native import kda_decode
 from ._prefill import kda_prefill, new_out
-from ._tracing import refuse_no_tensor
-
-
-def _refuse(function: str, **given) -> None:
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise UnsupportedError(f"{function}: {name} is not supported by cula; flash-linear-attention's own {function} has it")
 
 
 def _gate(function: str, in_kernel: bool, A_log, dt_bias, lower_bound) -> dict:
@@ -41,7 +34,7 @@ def _gate(function: str, in_kernel: bool, A_log, dt_bias, lower_bound) -> dict:
 
 def check_sequences(function: str, q, initial_state, cu_seqlens, cu_seqlens_cpu=None) -> int:
     """The number of sequences. Refuses what FLA refuses, and a host copy of cu_seqlens whose numbers cannot be one."""
-    refuse_no_tensor(q, f"{function}: q")
+    check_tensors(function, dict(q=q), initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     if q.dim() != 4:
         raise InvalidArgumentError(f"{function}: q has shape {list(q.shape)}; expected [B,T,H,K]")
     if cu_seqlens is None:
@@ -65,11 +58,19 @@ def _check_host_copy(function: str, tokens: int, cu_seqlens, copy) -> None:
     if copy.device.type != "cpu" or copy.shape != cu_seqlens.shape:
         raise InvalidArgumentError(f"{function}: cu_seqlens_cpu has shape {list(copy.shape)} on {copy.device}; expected {list(cu_seqlens.shape)} on cpu, "
                                    "a copy of cu_seqlens")
+    if copy.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgumentError(f"{function}: cu_seqlens_cpu is {copy.dtype}; must be torch.int32 or torch.int64")
     if torch.compiler.is_compiling() or type(copy) is not torch.Tensor:  # no values to look at in a trace
         return
     ends = copy.tolist()
     if ends[0] < 0 or ends[-1] > tokens or any(a > b for a, b in zip(ends, ends[1:])):
-        raise InvalidArgumentError(f"{function}: cu_seqlens_cpu is {ends[:8]}{'...' if len(ends) > 8 else ''}; expected numbers that never fall, from 0 to T = {tokens}")
+        raise InvalidArgumentError(f"{function}: cu_seqlens_cpu is {_some(ends)}; expected numbers that never fall, from 0 to T = {tokens}")
+    if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and ends != cu_seqlens.tolist():
+        raise InvalidArgumentError(f"{function}: cu_seqlens_cpu is {_some(ends)}; expected the numbers of cu_seqlens, {_some(cu_seqlens.tolist())}")
+
+
+def _some(numbers: list) -> str:
+    return f"{numbers[:8]}{'...' if len(numbers) > 8 else ''}"
 
 
 def readable(x):
@@ -106,9 +107,10 @@ def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_sta
     name = "chunk_kda"
     A_log, dt_bias, chunk_size = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), kwargs.pop("chunk_size", 64)
     v_first = state_v_first_of(name, state_v_first, kwargs)
-    _refuse(name, disable_recompute=disable_recompute, return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    refuse(name, disable_recompute=disable_recompute, return_intermediate_states=return_intermediate_states, cp_context=cp_context)
     if chunk_size not in (32, 64):
         raise InvalidArgumentError(f"{name}: chunk_size={chunk_size!r}: allowed: 32, 64")
+    check_tensors(name, dict(q=q, k=k, v=v, g=g, beta=beta), A_log=A_log, dt_bias=dt_bias)
     n = check_sequences(name, q, initial_state, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None and initial_state.dtype != torch.float32:
         raise InvalidArgumentError(f"{name}: initial_state is {initial_state.dtype}; must be torch.float32")
@@ -131,6 +133,7 @@ def fused_recurrent_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, 
     """fla.ops.kda.fused_recurrent_kda. q, k [B,T,H,K], v [B,T,HV,V], g [B,T,HV,K], beta [B,T,HV]."""
     name = "fused_recurrent_kda"
     v_first = state_v_first_of(name, state_v_first, kwargs)
+    check_tensors(name, dict(q=q, k=k, v=v, g=g, beta=beta), A_log=A_log, dt_bias=dt_bias)
     n = check_sequences(name, q, initial_state, cu_seqlens)
     gate = _gate(name, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     kind, l2norm = beta_kind(name, use_beta_sigmoid_in_kernel, allow_neg_eigval), bool(use_qk_l2norm_in_kernel)

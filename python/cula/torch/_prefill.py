@@ -84,9 +84,11 @@ register("kda_prefill", _FUNCTIONAL, _functional, _fake_functional)
 def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, A_log=None, dt_bias=None, lower_bound=None, beta_kind="value",
                 l2norm=False, scale=None, state_layout="vk", state_out=None, read_index=None, write_index=None, checkpoints=None,
                 checkpoint_index=None, checkpoint_interval=0, null_slot=None, out=None, variant="auto", segments=0, exact=False, num_threads=0, stream=None):
-    """cula.kda.kda_prefill on torch tensors; see there. In a trace, a pool that is read and written is one tensor passed as state and as
-    state_out, and checkpoints go to a pool of their own; with cu_seqlens, rows of no sequence are zeros where out is not given."""
+    """cula.kda.kda_prefill on torch tensors; see there. With cu_seqlens, rows of no sequence are zeros where out is not given. In a trace, a pool
+    that is read and written is one tensor passed as state and as state_out, and checkpoints go to a pool of their own."""
     if not traced(q):
+        if out is None and cu_seqlens is not None and isinstance(v, torch.Tensor):
+            out = new_out(v, cu_seqlens)
         out = kda.kda_prefill(q, k, v, gate, beta, state, gate_kind=gate_kind, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
                               lower_bound=lower_bound, beta_kind=beta_kind, l2norm=l2norm, scale=scale, state_layout=state_layout,
                               state_out=state_out, read_index=read_index, write_index=write_index, checkpoints=checkpoints,
@@ -102,6 +104,8 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
                                    "because a trace may give the two operands different memory")
     in_place = state is not None and state is state_out
     if out is None:
+        if v is None:
+            raise InvalidArgumentError("kda_prefill: v is missing")
         out = new_out(v, cu_seqlens)
     torch.ops.cula.kda_prefill_out.default(q, k, v, gate, beta, A_log, dt_bias, cu_seqlens, None if in_place else state, read_index, write_index,
                                            checkpoint_index, state_out, checkpoints, out, in_place, gate_kind, beta_kind, l2norm, scale,
