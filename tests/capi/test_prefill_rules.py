@@ -220,18 +220,26 @@ ALLOWED = {
     "packed without B": lambda: prefill(cu="i64", packed=True),
     "a cu_seqlens of more sequences than tokens": lambda: prefill(b=300, t=100, cu="i32"),
     "columns of one fused row": lambda: fused(),
+    "out too as a column of the fused row": lambda: fused(out_at=1024),
     "a broadcast beta": lambda: rows(prefill(), "beta", [0, 0, 0]),
     "backwards in time": lambda: rows(prefill(), "q", [25600, -256, 128, 1]),
 }
 
 
-def fused():
-    """q, k, v of one projection row of 1024 elements, out elsewhere."""
-    row = tensor([2, 100, 1024], "bf16")
+def fused(out_at=None):
+    """q, k, v of one projection row of two batches, and out elsewhere or as its last column."""
+    width = 1024 if out_at is None else 1536
+    row = tensor([2, 100, width], "bf16")
     call = prefill()
-    for name, heads, offset in (("q", 2, 0), ("k", 2, 256), ("v", 4, 512)):
-        with_(call, **{name: tensor([2, 100, heads, 128], "bf16", [102400, 1024, 128, 1], data=row.data, byte_offset=2 * offset)})
+    for name, heads, offset in (("q", 2, 0), ("k", 2, 256), ("v", 4, 512), ("out", 4, out_at)):
+        if offset is not None:
+            with_(call, **{name: tensor([2, 100, heads, 128], "bf16", [100 * width, width, 128, 1], data=row.data, byte_offset=2 * offset)})
     return call
+
+
+@pytest.mark.parametrize("out_at, other", [(1023, "v"), (1025, "q"), (512, "v"), (0, "q")])
+def test_columns_of_a_fused_row_that_meet(lib, out_at, other):
+    assert (fused(out_at).query(lib)[0], abi.last_error(lib)) == (INVALID, f"kda_prefill: out overlaps {other} in memory")
 
 
 @pytest.mark.parametrize("name", ALLOWED)

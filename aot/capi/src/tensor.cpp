@@ -67,28 +67,32 @@ constexpr uint8_t kItemsize[] = {4, 2, 2, 0, 4, 8};
 
 bool is_gpu(int32_t type) noexcept { return type == kDLCUDA || type == kDLCUDAManaged; }
 
-// Bytes of the dimensions inside the outermost one (that with the largest stride), as a range around the first element, and
-// the outermost stride in bytes, positive.
-struct Period {
-  int64_t low, high, stride;
+struct Piece {
+  int64_t low, high;  // bytes from the tensor's address: what the dimensions of a smaller stride reach
 };
-Period period_of(const Tensor& t) noexcept {
-  Period p{0, t.itemsize, 0};
-  int outer = -1;
-  for (int i = 0; i < t.rank; ++i) {
-    if (outer < 0 || std::abs(t.stride[i]) > std::abs(t.stride[outer])) outer = i;
-  }
+// Whether `t` is that piece, repeated at multiples of `period` bytes.
+bool repeats(const Tensor& t, int64_t period, Piece* piece) noexcept {
+  *piece = {0, t.itemsize};
   for (int i = 0; i < t.rank; ++i) {
     const int64_t bytes = t.stride[i] * t.itemsize;  // no overflow: read() found that extent times stride does not
-    if (i == outer) {
-      p.stride = std::abs(bytes);
-    } else if (bytes > 0) {
-      p.high += (t.shape[i] - 1) * bytes;
+    if (t.shape[i] <= 1) continue;
+    if (std::abs(bytes) >= period) {
+      if (bytes % period != 0) return false;
     } else {
-      p.low += (t.shape[i] - 1) * bytes;
+      (bytes > 0 ? piece->high : piece->low) += (t.shape[i] - 1) * bytes;
     }
   }
-  return p;
+  return piece->high - piece->low <= period;
+}
+// Both repeat every `period` bytes, and their pieces do not meet.
+bool apart(const Tensor& a, const Tensor& b, int64_t period) noexcept {
+  Piece p, q;
+  if (!repeats(a, period, &p) || !repeats(b, period, &q)) return false;
+  // Distance of b's piece behind a's, within one period.
+  const uintptr_t at_a = reinterpret_cast<uintptr_t>(a.data) + p.low, at_b = reinterpret_cast<uintptr_t>(b.data) + q.low;
+  const int64_t distance = at_b >= at_a ? static_cast<int64_t>((at_b - at_a) % period)
+                                        : (period - static_cast<int64_t>((at_a - at_b) % period)) % period;
+  return distance >= p.high - p.low && distance + (q.high - q.low) <= period;
 }
 
 }  // namespace
@@ -270,14 +274,10 @@ cula_status require_distinct(const char* op, const Tensor& t) noexcept {
 }
 
 bool interleaved_overlap(const Tensor& a, const Tensor& b) noexcept {
-  const Period p = period_of(a), q = period_of(b);
-  const int64_t length_a = p.high - p.low, length_b = q.high - q.low;
-  if (p.stride != q.stride || p.stride == 0 || length_a > p.stride || length_b > p.stride) return true;
-  // Both repeat every `stride` bytes: distance of b's piece behind a's, within one period.
-  const uintptr_t at_a = reinterpret_cast<uintptr_t>(a.data) + p.low, at_b = reinterpret_cast<uintptr_t>(b.data) + q.low;
-  const int64_t distance = at_b >= at_a ? static_cast<int64_t>((at_b - at_a) % p.stride)
-                                        : (p.stride - static_cast<int64_t>((at_a - at_b) % p.stride)) % p.stride;
-  return distance < length_a || distance + length_b > p.stride;
+  for (int i = 0; i < a.rank; ++i) {
+    if (a.shape[i] > 1 && a.stride[i] != 0 && apart(a, b, std::abs(a.stride[i] * a.itemsize))) return false;
+  }
+  return true;
 }
 
 cula_status overlap(const char* op, const Tensor& written, const Tensor& other) noexcept {

@@ -117,8 +117,8 @@ cula_status require_vector(const char* op, const Tensor& t, int64_t count, const
 // No two elements share memory: strides, from small to large, each step over all that the smaller ones span.
 cula_status require_distinct(const char* op, const Tensor& t) noexcept;
 
-// Whether two tensors whose byte ranges meet share an element. Two views with the same outermost stride (columns of one fused
-// row, layers of one pool) are told apart; anything else whose ranges meet counts as overlapping.
+// Whether two tensors whose byte ranges meet share an element. Views of the same period (columns of one fused row in one or more
+// batches, layers of one pool) are told apart; anything else whose ranges meet counts as overlapping.
 bool interleaved_overlap(const Tensor& a, const Tensor& b) noexcept;
 inline bool overlaps(const Tensor& a, const Tensor& b) noexcept {
   return a.begin < b.end && b.begin < a.end && interleaved_overlap(a, b);
