@@ -12,7 +12,11 @@ using namespace cula::dev;
 
 constexpr int kThreads = 256;
 // Registers: 2 blocks and a block of the state kernel (224) fit the 512 a lane of an SM's quarter.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kRegisters = 128;  // one block fits a multiprocessor of sm_120, whatever it takes: then nothing is spilled
+#else
 constexpr int kRegisters = 72;
+#endif
 // A thread of warp 6, which has nothing else to do while the scores are made and the leaves are inverted: the release of a flag
 // waits for all memory traffic of the thread.
 constexpr int kStorer = 192;
