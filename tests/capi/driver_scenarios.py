@@ -27,7 +27,7 @@ SM90 = [row for name, row in ROWS.items() if ".sm90." in name]
 def attributes_of(name: str, row: int) -> list[str]:
     """What a kernel is prepared with: shared memory above 48 KB is opted into, and prefill kernels are to run side by side."""
     if "_prefill." in name:
-        return [f"8 = {standin.PREFILL_SMEM[name.split('.')[-1]]} of {row} on 0", f"9 = 100 of {row} on 0"]
+        return [f"8 = {standin.PREFILL_SMEM[name.split('.')[1]][name.split('.')[-1]]} of {row} on 0", f"9 = 100 of {row} on 0"]
     return [f"8 = {110 * 1024} of {row} on 0"] if "_decode." in name and name.endswith(".vk") else []
 
 

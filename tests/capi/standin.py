@@ -1,6 +1,7 @@
 """Builds libcula.so's C++ with a stand-in kernel table: no compiled kernel is needed, and every launch can be looked at.
 
-The table has cpu, sm90 and sm120 rows for every op (so sm100 and sm103 are archs that are not built); prefill has those of its matrix. Its CPU kernels record
+The table has cpu, sm90 and sm120 rows for every op (so sm100 and sm103 are archs that are not built); prefill has those of its matrix for
+the two GPU archs. Its CPU kernels record
 what they were called with; its cubins are 64 bytes that hold the row's number, which the fake driver of test_driver reads back.
 The library is cached in build/tests/capi by the contents of all sources, so a stale one cannot be tested.
 
@@ -41,7 +42,10 @@ DECODE_OPS = {"kda_decode": 1, "gdn_decode": 2, "gla_decode": 3, "lightning_deco
 PREFILL_OPS = {"kda_prefill": 8}
 GATE_OPS = {"kda_gate": 16, "gdn_gate": 17, "l2norm": 18}
 VARIANT = ("none", "prep", "prep_gf32", "state", "scan", "carry")
-PREFILL_SMEM = {"prep": 60464, "prep_gf32": 60464, "state": 107648, "scan": 107648, "carry": 70144}
+PREFILL_SMEM = {
+    "sm90": {"prep": 60464, "prep_gf32": 60464, "state": 107648, "scan": 107648, "carry": 70144},
+    "sm120": {"prep": 60464, "prep_gf32": 60464, "state": 73856, "scan": 73856, "carry": 70144},
+}
 IO = {"fp32": 0, "bf16": 1, "fp16": 2}
 STATE = {"fp32": 0, "bf16": 1}
 LAYOUT = {"vk": 0, "kv": 1}
@@ -107,8 +111,8 @@ def table_rows() -> list[tuple[tuple, str]]:
                     for layout, lay in LAYOUT.items():
                         for k in (64, 128, 256):
                             rows.append(((a, o, i, s, lay, 0, k, 0), f"{op}.{arch}.{io}.s{state}.k{k}.{layout}"))
-        if arch == "sm90":
-            name = "kda_prefill.sm90"
+        if arch != "cpu":
+            name = f"kda_prefill.{arch}"
             for io in ("bf16", "fp16"):
                 rows += [((a, 8, IO[io], 0, 0, code, 128, 128), f"{name}.{io}.k128.v128.{VARIANT[code]}") for code in (1, 2)]
                 rows += [((a, 8, IO[io], s, lay, code, 128, 128), f"{name}.{io}.s{state}.k128.v128.{layout}.{VARIANT[code]}")
@@ -126,7 +130,7 @@ def table_source() -> str:
     rows, cubins = [], []
     for index, ((arch, op, io, state, layout, variant, k, v), kernel_id) in enumerate(table_rows()):
         family = family_of(kernel_id)
-        smem = 110 * 1024 if family == "decode" and arch == 90 and layout == 0 else PREFILL_SMEM.get(VARIANT[variant], 0)
+        smem = 110 * 1024 if family == "decode" and arch == 90 and layout == 0 else PREFILL_SMEM[kernel_id.split(".")[1]][VARIANT[variant]] if variant else 0
         cubins.append(f"{{{index & 255}, {index >> 8}}}")
         gpu = arch != 1
         where = f"kCubins[{index}], 64" if gpu else "nullptr, 0"

@@ -20,6 +20,9 @@ from tests.capi.test_decode_rules import with_
 BASE = 0x100000
 RECORD, CARRY = 29184, 2 * 128 * 128 * 4
 SMEM = standin.PREFILL_SMEM
+SMS = {"sm90": 132, "sm120": 188}  # without a device: aot/archs.py
+PREP_BLOCKS = {"sm90": (3, 2), "sm120": (1, 1)}  # of a multiprocessor: alone, beside a state block
+GPU_ARCHS = ("sm90", "sm100", "sm103", "sm120")
 
 
 def ceil(a, b):
@@ -81,7 +84,7 @@ def segments_of(chains, chunks, sms):
     return min((p for p in exact if exact[p] < chunks), key=lambda p: (exact[p] + ceil(chunks, p), p), default=1)
 
 
-def expected(call, dims, kinds, sms):
+def expected(call, dims, kinds, sms, arch):
     """[(kernel, blocks, threads, overlaps, parameters)], bytes of the workspace."""
     n, t, h, hv = dims
     io, state, layout = kinds
@@ -116,14 +119,14 @@ def expected(call, dims, kinds, sms):
         main[slots] = given.shape[0] if given is not None else 0
     main |= dict(read_index=address(x.get("read_index")), write_index=address(x.get("write_index")), null_slot=a.null_slot if a.has_null_slot else -(2**63))
     main |= {"mode.read_dtype": index("read_index"), "mode.write_dtype": index("write_index")}
-    gpu = f"kda_prefill.sm90.{io}"
+    gpu = f"kda_prefill.{arch}.{io}"
     pools = f"{gpu}.s{state}.k128.v128.{layout}"
-    launches = [(f"{gpu}.k128.v128.{'prep_gf32' if name_of(x['gate']) == 'fp32' else 'prep'}", min(chunks * hv, sms * (2 if overlap else 3)), 256, False, prep)]
+    launches = [(f"{gpu}.k128.v128.{'prep_gf32' if name_of(x['gate']) == 'fp32' else 'prep'}", min(chunks * hv, sms * PREP_BLOCKS[arch][overlap]), 256, False, prep)]
     if segments > 1:
         between = dict(carry=BASE + records + flags, segments=segments)
         between |= {key: shared[key] for key in ("flags", "cu_seqlens", "tokens", "hv", "chunks", "mode.cu_dtype")}
         launches.append((f"{pools}.scan", 4 * n * hv * (segments - 1), 128, overlap, main))
-        launches.append(("kda_prefill.sm90.fp32.k128.v128.carry", 16 * n * hv, 128, overlap, between))
+        launches.append((f"kda_prefill.{arch}.fp32.k128.v128.carry", 16 * n * hv, 128, overlap, between))
     launches.append((f"{pools}.state", 2 * n * hv * segments, 128, overlap, main))
     return launches, size
 
@@ -133,12 +136,12 @@ def test_random_problems(lib):
     seen = set()
     for _ in range(4000):
         call, dims, kinds = random_problem(rng)
-        sms = rng.choice([0, 1, 16, 114, 132])
-        want, size = expected(call, dims, kinds, sms or 132)
-        status, r = call.query(lib, "sm90", sms)
+        arch, sms = rng.choice(["sm90", "sm120"]), rng.choice([0, 1, 16, 114, 132])
+        want, size = expected(call, dims, kinds, sms or SMS[arch], arch)
+        status, r = call.query(lib, arch, sms)
         assert status == OK, abi.last_error(lib)
         assert (r.workspace_bytes, r.workspace_align, r.launch_count) == (size, 128, len(want))
-        status, b = call.bind(lib, "sm90", sms, workspace=BASE, bytes=size)
+        status, b = call.bind(lib, arch, sms, workspace=BASE, bytes=size)
         assert status == OK and (b.count, b.device_type, b.device_id) == (len(want), 2, 0)
         assert [abi.kernel_id(lib, launch.kernel) for launch in b.launch[: b.count]] == [kernel for kernel, *_ in want]
         for launch, (kernel, blocks, threads, overlap, params) in zip(b.launch, want):
@@ -146,11 +149,11 @@ def test_random_problems(lib):
             assert set(got) == {*params, "modes"}
             assert {name: got[name] for name in params} == params
             c = launch.config
-            assert (list(c.grid), list(c.block), c.dynamic_smem) == ([blocks, 1, 1], [threads, 1, 1], SMEM[kernel.split(".")[-1]])
+            assert (list(c.grid), list(c.block), c.dynamic_smem) == ([blocks, 1, 1], [threads, 1, 1], SMEM[arch][kernel.split(".")[-1]])
             assert c.stream == 0x1234 and 1 <= blocks < 2**31
             assert [(x.id, x.value.i32[0]) for x in launch.attributes[: c.attribute_count]] == ([(6, 1)] if overlap else [])
-        seen.add((len(want), want[-1][3]))
-    assert seen == {(2, False), (2, True), (4, False), (4, True)}
+        seen.add((arch, len(want), want[-1][3]))
+    assert seen == set(itertools.product(("sm90", "sm120"), (2, 4), (False, True)))
 
 
 def workspace(lib, **kw):
@@ -224,9 +227,10 @@ def test_states_of_no_token_are_copied_by_one_launch(lib):
 
 
 def test_every_combination_of_the_matrix_finds_its_kernels(lib):
-    for io, state, layout, gate in itertools.product(("bf16", "fp16"), ("fp32", "bf16"), ("vk", "kv"), ("bf16", "fp16", "fp32")):
-        status, r = prefill(io=io, state=state, layout=layout, gate_dtype=gate, segments=2).query(lib)
-        names = [abi.kernel_id(lib, r.kernels[i]).removeprefix("kda_prefill.sm90.") for i in range(r.launch_count)]
+    archs = ("sm90", "sm120")
+    for arch, io, state, layout, gate in itertools.product(archs, ("bf16", "fp16"), ("fp32", "bf16"), ("vk", "kv"), ("bf16", "fp16", "fp32")):
+        status, r = prefill(io=io, state=state, layout=layout, gate_dtype=gate, segments=2).query(lib, arch)
+        names = [abi.kernel_id(lib, r.kernels[i]).removeprefix(f"kda_prefill.{arch}.") for i in range(r.launch_count)]
         pools = f"{io}.s{state}.k128.v128.{layout}"
         assert names == [f"{io}.k128.v128.prep{'_gf32' if gate == 'fp32' else ''}", f"{pools}.scan", "fp32.k128.v128.carry", f"{pools}.state"]
 
@@ -236,25 +240,49 @@ def test_numbers_are_those_of_the_kernels():
     from aot.matrix import expand_all
 
     chunk = standin.ROOT / "aot/ops/chunk"
-    text = {name: (chunk / name).read_text() for name in ("plan.cpp", "kda_carry.cu", "prep_layout.cuh", "record.h", "state.py")}
+    text = {name: (chunk / name).read_text() for name in ("plan.cpp", "kda_carry.cu", "prep_layout.cuh", "record.h", "state_parts.py")}
     constant = lambda name, key: int(re.search(rf"\b{key} = (\d+)", text[name]).group(1))
-    for plan, name, key in (("kPrepThreads", "prep_layout.cuh", "kThreads"), ("kCarryThreads", "kda_carry.cu", "kCarryThreads"), ("kStateThreads", "state.py", "THREADS")):
+    for plan, name, key in (("kPrepThreads", "prep_layout.cuh", "kThreads"), ("kCarryThreads", "kda_carry.cu", "kCarryThreads"), ("kStateThreads", "state_parts.py", "THREADS")):
         assert constant("plan.cpp", plan) == constant(name, key)
     rows, dim = constant("kda_carry.cu", "kCarryRows"), constant("record.h", "kDim")
     assert constant("plan.cpp", "kCarryBlocks") == dim // rows
     assert (constant("record.h", "kWarm"), constant("record.h", "kForgotten")) == (2, 32)
-    assert "WARM, FORGOTTEN = 2, 32\n" in text["state.py"]
-    stated = {"prep": int(re.search(r"kSmemBytes == (\d+)", text["prep_layout.cuh"])[1]), "carry": int(re.search(r"kCarrySmemBytes == (\d+)", text["kda_carry.cu"])[1])}
+    assert "WARM, FORGOTTEN = 2, 32\n" in text["state_parts.py"]
+    prep = int(re.search(r"kSmemBytes == (\d+)", text["prep_layout.cuh"])[1])
+    stated = {"prep": prep, "prep_gf32": prep, "carry": int(re.search(r"kCarrySmemBytes == (\d+)", text["kda_carry.cu"])[1])}
     assert RECORD == int(re.search(r"kRecordBytes == (\d+)", text["record.h"])[1])
     specs = [spec for spec in expand_all().specs if spec.op == "kda_prefill" and spec.toolchain == "cutlass"]
-    assert {spec.variant: spec.dynamic_smem for spec in specs} == {"prep": stated["prep"], "prep_gf32": stated["prep"], "carry": stated["carry"]}
-    assert {spec.variant: spec.block[0] for spec in specs} == {"prep": 256, "prep_gf32": 256, "carry": 128}
-    assert {name: SMEM[name] for name in stated} == stated
+    for arch in GPU_ARCHS:
+        mine = [spec for spec in specs if spec.arch == arch]
+        assert {spec.variant: spec.dynamic_smem for spec in mine} == stated
+        assert {spec.variant: spec.block[0] for spec in mine} == {"prep": 256, "prep_gf32": 256, "carry": 128}
+    assert all(stated[name] == SMEM[arch][name] for arch in SMEM for name in stated)
 
 
 def test_shared_memory_of_the_state_kernel():
-    state = pytest.importorskip("aot.ops.chunk.state", reason="needs the CuTe DSL")
-    assert (state.SMEM_BYTES, state.THREADS, state.REC_BYTES) == (SMEM["state"], 128, RECORD) and SMEM["scan"] == SMEM["state"]
+    parts = pytest.importorskip("aot.ops.chunk.state_parts", reason="needs the CuTe DSL")
+    from aot.ops.chunk.compile import FORMS
+
+    assert (parts.THREADS, parts.REC_BYTES) == (128, RECORD) and set(FORMS) == set(GPU_ARCHS)
+    for arch in SMEM:
+        assert SMEM[arch]["scan"] == SMEM[arch]["state"] == parts.smem_bytes(FORMS[arch].depth)
+
+
+@pytest.mark.parametrize("arch, resident", [("sm90", 228), ("sm100", 228), ("sm103", 228), ("sm120", 100)])
+def test_blocks_that_the_plan_puts_on_a_multiprocessor_fit_it(arch, resident):
+    """Shared memory of a multiprocessor in KB, of which every block takes one for itself: the plan's prep blocks, and one state block."""
+    parts = pytest.importorskip("aot.ops.chunk.state_parts", reason="needs the CuTe DSL")
+    from aot.archs import ARCHS
+    from aot.matrix import expand_all
+    from aot.ops.chunk.compile import FORMS
+
+    smem = {spec.variant: spec.dynamic_smem for spec in expand_all().specs if spec.op == "kda_prefill" and spec.arch == arch}
+    smem["state"] = smem["scan"] = parts.smem_bytes(FORMS[arch].depth)
+    assert all(value <= ARCHS[arch].smem_limit for value in smem.values())
+    fit = lambda free: free // (smem["prep"] + 1024)
+    room = resident * 1024
+    beside = fit(room - smem["state"] - 1024)
+    assert (fit(room), beside or 1) == PREP_BLOCKS["sm120" if arch == "sm120" else "sm90"]
 
 
 def test_arguments_fit_the_fixed_arrays():

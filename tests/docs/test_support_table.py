@@ -50,6 +50,8 @@ def test_archs_dtypes_and_head_dims(heading):
     specs = COLUMNS[heading]
     archs = cells("archs")[heading]
     assert {spec.arch for spec in specs} == (set(ARCHS) if archs == "all" else set(re.findall(r"\b(?:sm\d+|cpu)\b", archs)))
+    if heading.endswith("on a GPU"):
+        assert set(re.findall(r"sm\d+", archs.removesuffix(": compiled and checked offline, not run").split("; ")[1])) == {"sm100", "sm103", "sm120"}
     assert set(re.findall(r"bf16|fp16|float32", cells("rows: q, k, v, out (x)")[heading])) == {LONG[spec.io] for spec in specs}
     assert set(re.findall(r"bf16|fp16|float32", cells("states")[heading])) == {LONG[spec.state] for spec in specs if spec.state}
     for dim in "kv":

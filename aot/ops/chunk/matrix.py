@@ -10,11 +10,10 @@ The CPU has one kernel a call, with no axis v: it takes any multiple of 64, as d
 static_assert; tests/capi compares them.
 """
 
-from aot.matrix import AllowedLocalMemory, Excluded, OpMatrix, Route
+from aot.matrix import AllowedLocalMemory, OpMatrix, Route
 
 GPU = ("sm90", "sm100", "sm103", "sm120")
 DIMS = dict(k=(128,), v=(128,))
-NO_WGMMA = Excluded("the state kernel is made of wgmma, which only sm_90a has", arch=GPU[1:])
 LARGEST_CARVEOUT = 100  # else blocks of prep and state that fit a multiprocessor together are not put there together
 
 
@@ -25,10 +24,9 @@ def _prep(variant: str, defines: tuple[str, ...]) -> OpMatrix:
         routes=(
             Route(GPU, "cutlass", "aot/ops/chunk/kda_prep.cu:cula_kda_prep", "aot/ops/chunk/params_prep.def", defines, (256, 1, 1), 60464, LARGEST_CARVEOUT),
         ),
-        excluded=(NO_WGMMA,),
         local_memory=(
             AllowedLocalMemory(224, "saved registers of the functions of the exact path and of the chunk's bound, and 20 accesses of 900 instructions a "
-                               "record: the next record's inputs wait in 24 registers", arch="sm90"),
+                               "record: the next record's inputs wait in 24 registers", arch=GPU[:3]),
         ),
     )  # fmt: skip
 
@@ -40,7 +38,6 @@ MATRICES = (
         family="chunk",
         axes=dict(op=("kda_prefill",), arch=GPU, io=("bf16", "fp16"), state=("fp32", "bf16"), **DIMS, layout=("vk", "kv"), variant=("state", "scan")),
         routes=(Route(GPU, "cute_dsl", "aot.ops.chunk.compile:compile_state", "aot/ops/chunk/params_state.def", smem_carveout=LARGEST_CARVEOUT),),
-        excluded=(NO_WGMMA,),
     ),
     OpMatrix(
         family="chunk",
@@ -48,7 +45,6 @@ MATRICES = (
         routes=(
             Route(GPU, "cutlass", "aot/ops/chunk/kda_carry.cu:cula_kda_carry", "aot/ops/chunk/params_carry.def", (), (128, 1, 1), 70144, LARGEST_CARVEOUT),
         ),
-        excluded=(NO_WGMMA,),
     ),
     OpMatrix(
         family="chunk",

@@ -52,8 +52,12 @@ constexpr int64_t kCarryBytes = 2 * kHeadDim * kHeadDim * 4;             // of a
 constexpr size_t kAlign = 128;                                           // of each part of the workspace
 static_assert(kda::kChunk == kChunkTokens);
 
-// Blocks of prep on a multiprocessor: beside a state block two fit, alone three.
-constexpr int64_t kPrepBlocksBeside = 2, kPrepBlocksAlone = 3;
+// Blocks of prep on a multiprocessor. Of 228 KB of shared memory two fit beside a state block, alone three. Of sm120's 100 KB one
+// block of either kernel fits: side by side then means that state blocks take the multiprocessors that prep leaves first.
+struct PrepBlocks {
+  int64_t beside, alone;
+};
+PrepBlocks prep_blocks(int32_t arch) noexcept { return arch == CULA_ARCH_SM120 ? PrepBlocks{1, 1} : PrepBlocks{2, 3}; }
 
 // While the prep kernel runs, block 0 of scan and of carry keep a multiprocessor each from the state kernel.
 constexpr int64_t kLingering = 4;
@@ -287,8 +291,9 @@ cula_status plan_gpu(const Request& request, const Problem& p, const Target& tar
   plan->workspace_align = kAlign;
   // Only the first launch waits for what went before it in the stream. The others start early and wait for their inputs, and the
   // last of them ends after the first.
-  const int64_t prep_blocks = (c.overlap ? kPrepBlocksBeside : kPrepBlocksAlone) * target.sm_count;
-  add(plan, kernels.prep, prep_params(p, c, w), kPrepParamsOffsets, std::min(w.chunks * p.hv, prep_blocks), kPrepThreads, false);
+  const PrepBlocks blocks = prep_blocks(target.arch);
+  const int64_t most = (c.overlap ? blocks.beside : blocks.alone) * target.sm_count;
+  add(plan, kernels.prep, prep_params(p, c, w), kPrepParamsOffsets, std::min(w.chunks * p.hv, most), kPrepThreads, false);
   if (c.segments > 1) {
     CarryParams carry;
     carry.carry = w.carry, carry.flags = w.flags, carry.cu_seqlens = p.cu.data;

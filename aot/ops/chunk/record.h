@@ -15,7 +15,7 @@ constexpr int kRecP = kRecKr + kChunk * kDim * 2;           //  P   [32,32]  bf1
 constexpr int kRecT = kRecP + kChunk * kChunk * 2;          //  T   [32,32]  bf16, K-major, 64-byte swizzle
 constexpr int kRecDecay = kRecT + kChunk * kChunk * 2;      //  2^G_C [128] float32, in the order of the wgmma fragment
 constexpr int kRecordBytes = kRecDecay + kDim * 4;
-static_assert(kRecordBytes == 29184 && kRecordBytes % 128 == 0, "RECORD.md, state.py");
+static_assert(kRecordBytes == 29184 && kRecordBytes % 128 == 0, "RECORD.md, state_parts.py");
 
 // A segment whose last kWarm chunks before it forget enough starts from them, with S = 0, and needs nothing of what came
 // before. A chunk's flag says how much: 1 + floor(-log2 of a bound of ||dS_end / dS_start||). kForgotten: the sum it takes.

@@ -7,7 +7,8 @@ import torch
 from cuda.bindings import driver as cu
 
 CHUNK, DIM, RECORD_BYTES = 32, 128, 29184
-PREP_SMEM, STATE_SMEM, CARRY_SMEM = 60464, 107648, 70144
+PREP_SMEM, CARRY_SMEM = 60464, 70144
+STATE_SMEM = {"": 107648, "mma": 107648, "mma2": 73856}  # by form
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT64_MIN = -(2**63)
@@ -53,8 +54,11 @@ class Kernel:
 
 
 class Prefill:
-    def __init__(self, folder):
-        self.folder, self.cache = folder, {}
+    def __init__(self, folder, form=""):
+        """form: "" sm90's own state kernel; "mma", "mma2" that of archs without wgmma, compiled for sm_90a (build.py)."""
+        if form not in STATE_SMEM:
+            raise ValueError(f"no form {form!r}; there are: mma, mma2")
+        self.folder, self.cache, self.form = folder, {}, form
         self.sms = torch.cuda.get_device_properties(0).multi_processor_count
 
     def kernel(self, name, smem, threads=128):
@@ -96,16 +100,17 @@ class Prefill:
         state_args += [("i", x) for x in (HV, head_group, N, chunks, segments, index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
         state = next((s for s in (state_in, state_out) if s is not None), None)
         names = f"{NAME[v.dtype]}_{'fp32' if state is None else NAME[state.dtype]}_{layout}"
+        form = f"_{self.form}" if self.form else ""
         prep = self.kernel(f"prep_{NAME[q.dtype]}" + ("_gf32" if gate.dtype == torch.float32 else "") + suffix, PREP_SMEM, 256)
         blocks = prep_blocks or (2 if overlap else 3)
         launches = dict(keep=(workspace, cu_seqlens, read_index, write_index), workspace_bytes=workspace.numel())
         launches["prep"] = prep.launcher(max(1, min(chunks * HV, self.sms * blocks)), prep_args, False)
         order = ["prep"]
         if segments > 1:
-            launches["scan"] = self.kernel(f"scan_{names}", STATE_SMEM).launcher(4 * HV * N * (segments - 1), state_args, overlap)
+            launches["scan"] = self.kernel(f"scan_{names}{form}", STATE_SMEM[self.form]).launcher(4 * HV * N * (segments - 1), state_args, overlap)
             launches["carry"] = self.kernel("carry", CARRY_SMEM).launcher(16 * HV * N, [("p", carry), ("p", flags), ptr(cu_seqlens), ("q", T)] + [("i", x) for x in (HV, chunks, segments, index(cu_seqlens))], overlap)
             order += ["scan", "carry"]
-        launches["state"] = self.kernel(f"state_{names}{state_suffix}", STATE_SMEM).launcher(max(1, 2 * HV * N * segments), state_args, overlap)
+        launches["state"] = self.kernel(f"state_{names}{form}{state_suffix}", STATE_SMEM[self.form]).launcher(max(1, 2 * HV * N * segments), state_args, overlap)
         order += ["state"]
 
         def run():

@@ -1,5 +1,7 @@
 """KDA prefill on a GPU: correctness against a float64 recurrence, then times.
-python3 gpu_check.py CUBIN_FOLDER [check] [time] [slow]     JSON under $OUT, a short table last"""
+python3 gpu_check.py CUBIN_FOLDER [check] [time] [slow] [parts] [form=mma|mma2]     JSON under $OUT, a short table last
+
+form: what archs without wgmma get, on this GPU (build.py FOLDER NVCC mma mma2 makes the cubins)."""
 import json
 import os
 import sys
@@ -286,9 +288,13 @@ def times(op, gates, parts, shapes=SHAPES):
 if __name__ == "__main__":
     torch.zeros(1, device=dev)
     torch.cuda.synchronize()
-    op = Prefill(sys.argv[1])
-    result = {"device": torch.cuda.get_device_name(0), "sms": op.sms}
-    what = sys.argv[2:] or ["check", "time"]
+    words = sys.argv[2:]
+    form = next((word[5:] for word in words if word.startswith("form=")), "")
+    what = [word for word in words if not word.startswith("form=")] or ["check", "time"]
+    if unknown := set(what) - {"check", "time", "slow", "parts"}:
+        sys.exit(f"gpu_check.py: unknown {', '.join(sorted(unknown))}")
+    op = Prefill(sys.argv[1], form)
+    result = {"device": torch.cuda.get_device_name(0), "sms": op.sms, "form": form or "wgmma"}
     bad = 0
     if "check" in what:
         result["checks"], bad = checks(op)
@@ -297,6 +303,6 @@ if __name__ == "__main__":
     if "time" in what:
         result["times"] = times(op, ["safe"] + (["slow"] if "slow" in what else []), "parts" in what)
     result["kernels"] = {n: dict(registers=k.registers, local=k.local, occupancy=k.occupancy) for n, k in op.cache.items()}
-    json.dump(result, open(os.path.join(OUT, "kda_prefill.json"), "w"), indent=1)
+    json.dump(result, open(os.path.join(OUT, f"kda_prefill_{form}.json".replace("_.", ".")), "w"), indent=1)
     print("kernels", result["kernels"])
     print("FAILED" if bad else "all checks passed", bad)
