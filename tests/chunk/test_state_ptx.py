@@ -1,4 +1,4 @@
-"""The state kernel by mma.sync as it is compiled, run thread by thread on the CPU (ptx.py), against float64 over the same records.
+"""The state kernel by mma.sync as it is compiled, run thread by thread on the CPU (ptx.py, ptx_run.py), against float64 over the same records.
 
 What no formula of the source shows is in it: the DSL's register layouts, every address, the barriers' phases, copies that
 are late, sequences without tokens, last chunks, slots, segments.
@@ -12,7 +12,8 @@ import pytest
 
 from aot.ops.chunk.dev import records
 from tests.capi import standin
-from tests.chunk import ptx
+from tests.chunk.ptx import Program
+from tests.chunk.ptx_run import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")  # of the trace
 CHUNK, DIM = 32, 128
@@ -126,7 +127,7 @@ class Case:
 
     def run(self, arch, scan, late, seed, change=lambda text: text):
         text, shared = compiled(self.io, self.state, self.layout, scan, arch)
-        program = ptx.Program(change(text))
+        program = Program(change(text))
         rng = np.random.default_rng(seed)
         due = list(self.due)
 
@@ -135,7 +136,7 @@ class Case:
                 self.flags[due.pop(rng.integers(len(due)))] = 1
 
         blocks = len(self.lens) * self.hv * (4 * (self.segments - 1) if scan else 2 * self.segments)
-        ptx.launch(program, self.buffers, self.parameters, blocks, shared, late=late, seed=seed, meanwhile=meanwhile)
+        launch(program, self.buffers, self.parameters, blocks, shared, late=late, seed=seed, meanwhile=meanwhile)
         self.flags[:] = 0
 
     def chain(self, s, h):
