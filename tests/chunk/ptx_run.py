@@ -13,6 +13,8 @@ import numpy as np
 
 from tests.chunk.ptx import M32, M64, SHARED, WARP_WIDE, split
 
+STRETCH = 200  # segments of a thread before others have their turn: one may be waiting for memory that another writes
+ROUNDS = 20000
 
 class Memory:
     """Global buffers by address, and the shared memory of one block."""
@@ -86,7 +88,9 @@ class Team:
     def advance(self, thread):
         """Up to the next instruction that is not this thread's alone. Whether it moved."""
         segments, moved = self.program.segments, False
-        while not thread.done:
+        for _ in range(STRETCH):
+            if thread.done:
+                return moved
             segment = segments[thread.at]
             if callable(segment):
                 thread.at = segment(thread.registers, thread)
@@ -108,9 +112,11 @@ class Team:
 
     def run(self, meanwhile):
         warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
+        rounds = 0
         while not all(thread.done for thread in self.threads):
             meanwhile()
-            moved = False
+            moved, rounds = False, rounds + 1
+            assert rounds < ROUNDS, "a loop that waits for memory does not end"
             for warp in self.random.sample(warps, len(warps)):
                 for thread in self.random.sample(warp, len(warp)):
                     moved |= self.advance(thread)
