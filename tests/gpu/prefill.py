@@ -19,6 +19,7 @@ import torch
 
 import cula
 from tests.capi import abi
+from tests.numerics.device import arch_of
 
 D = 128
 LIMIT, CORRELATED = 5.5e-3, 7.8e-3
@@ -161,11 +162,12 @@ def arguments(p: Problem, **kw) -> dict:
 def kernels_of(p: Problem, state="fp32", layout="vk", segments=1) -> tuple[str, ...]:
     """Ids of the kernels that a call with these options must launch."""
     io = NAMES[p.q.dtype]
+    op = f"kda_prefill.{arch_of(p.q.device.type)}"
     if p.q.device.type == "cpu":
-        return (f"kda_prefill.cpu.{io}.s{state}.k{p.q.shape[-1]}.{layout}",)
-    prep = f"kda_prefill.sm90.{io}.k128.v128.prep{'_gf32' if p.gate.dtype == f32 else ''}"
-    pools = f"kda_prefill.sm90.{io}.s{state}.k128.v128.{layout}"
-    between = (f"{pools}.scan", "kda_prefill.sm90.fp32.k128.v128.carry") if segments > 1 else ()
+        return (f"{op}.{io}.s{state}.k{p.q.shape[-1]}.{layout}",)
+    prep = f"{op}.{io}.k128.v128.prep{'_gf32' if p.gate.dtype == f32 else ''}"
+    pools = f"{op}.{io}.s{state}.k128.v128.{layout}"
+    between = (f"{pools}.scan", f"{op}.fp32.k128.v128.carry") if segments > 1 else ()
     return (prep, *between, f"{pools}.state")
 
 
