@@ -109,7 +109,7 @@ void bench(const cula::cpu::DecodeTable& table, const char* isa, int state, int 
   const double t = median_seconds(passes, [&] {
     for (int i = 0; i < n; ++i) index[i] = int32_t((first + i) % slots);
     first += n;
-    cula::parallel_for(int64_t(n) * kHeads, cula::grain_for_bytes(2 * head_bytes), threads, run, &w);
+    cula::parallel_for(int64_t(n) * kHeads, 2 * head_bytes, threads, run, &w);
   });
   const double bytes = 2.0 * n * kHeads * head_bytes;
   std::printf("%-7s state %s %s  threads %d  N %4d  %9.1f us  %6.1f GB/s  %5.1f %% of copy\n", isa, state ? "bf16" : "fp32",
@@ -129,7 +129,7 @@ int main(int argc, char** argv) {
   for (int t : {1, threads}) {
     Copy c{other, g_state};
     const auto speed = [&](cula::ParallelFn f) {
-      return 2.0 * kPool / median_seconds(5, [&] { cula::parallel_for(kPool / kBlock, 1, t, f, &c); });
+      return 2.0 * kPool / median_seconds(5, [&] { cula::parallel_for(kPool / kBlock, cula::kGrainBytes, t, f, &c); });
     };
     const double plain = speed(copy_plain), streaming = speed(copy_streaming), in_place = speed(update_in_place);
     copy = std::max(plain, streaming);

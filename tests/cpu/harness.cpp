@@ -40,10 +40,10 @@ struct Call {
   void* const* params;
 };
 
-void run(cula::CpuKernel kernel, void* const* params, int64_t items, int64_t grain, int32_t threads) {
+void run(cula::CpuKernel kernel, void* const* params, int64_t items, int64_t item_bytes, int32_t threads) {
   Call call{kernel, params};
   cula::parallel_for(
-      items, grain, threads,
+      items, item_bytes, threads,
       [](void* ctx, int64_t begin, int64_t end) { static_cast<Call*>(ctx)->kernel(static_cast<Call*>(ctx)->params, begin, end); }, &call);
 }
 
@@ -80,7 +80,7 @@ void nested_outer(void* ctx, int64_t begin, int64_t end) {
   Nested& n = *static_cast<Nested*>(ctx);
   for (int64_t i = begin; i < end; ++i) {
     Cover c(n.counts + i * n.inner);
-    cula::parallel_for(n.inner, 1, 0, cover, &c);
+    cula::parallel_for(n.inner, cula::kGrainBytes, 0, cover, &c);
   }
 }
 
@@ -90,15 +90,15 @@ void nested_outer(void* ctx, int64_t begin, int64_t end) {
 
 EXPORT int32_t harness_best_isa() { return static_cast<int32_t>(best_isa()); }
 
-EXPORT void harness_decode(int level, int io, int state, int layout, void* const* params, int64_t items, int64_t grain, int32_t threads) {
+EXPORT void harness_decode(int level, int io, int state, int layout, void* const* params, int64_t items, int64_t item_bytes, int32_t threads) {
   static const int order[] = {0, 4, 8};
-  run(level < 0 ? kNamed[order[io] + 2 * state + layout] : (*kDecodes[level])[io][state][layout], params, items, grain, threads);
+  run(level < 0 ? kNamed[order[io] + 2 * state + layout] : (*kDecodes[level])[io][state][layout], params, items, item_bytes, threads);
 }
 
 // op: 0 kda_gate, 1 gdn_gate, 2 l2norm
-EXPORT void harness_gate(int level, int op, int io, void* const* params, int64_t items, int64_t grain, int32_t threads) {
+EXPORT void harness_gate(int level, int op, int io, void* const* params, int64_t items, int64_t item_bytes, int32_t threads) {
   const auto pick = [&](const GateTable& t) { return op == 0 ? t.kda_gate[io] : op == 1 ? t.gdn_gate[io] : t.l2norm[io]; };
-  run(level < 0 ? kNamed[12 + 3 * op + io] : pick(*kGateTables[level]), params, items, grain, threads);
+  run(level < 0 ? kNamed[12 + 3 * op + io] : pick(*kGateTables[level]), params, items, item_bytes, threads);
 }
 
 EXPORT void harness_math(int level, int function, const float* x, const float* y, float parameter, float* out, int64_t n) {
@@ -121,17 +121,16 @@ EXPORT void harness_convert_flushed(int level, int code, const char* from, char*
 }
 
 // counts: zeroed, one an item. Returns how many threads took part.
-EXPORT int32_t harness_cover(int64_t items, int64_t grain, int32_t threads, int32_t spin, int32_t* counts) {
+EXPORT int32_t harness_cover(int64_t items, int64_t item_bytes, int32_t threads, int32_t spin, int32_t* counts) {
   Cover c(reinterpret_cast<std::atomic<int32_t>*>(counts));
   c.spin = spin;
-  cula::parallel_for(items, grain, threads, cover, &c);
+  cula::parallel_for(items, item_bytes, threads, cover, &c);
   return c.threads.load();
 }
 EXPORT void harness_nested(int64_t outer, int64_t inner, int32_t* counts) {
   Nested n{reinterpret_cast<std::atomic<int32_t>*>(counts), inner};
-  cula::parallel_for(outer, 1, 0, nested_outer, &n);
+  cula::parallel_for(outer, cula::kGrainBytes, 0, nested_outer, &n);
 }
 
 EXPORT int32_t harness_default_threads() { return default_threads(); }
 EXPORT int32_t harness_quota(const char* text) { return quota_from_cpu_max(text); }
-EXPORT int64_t harness_grain(int64_t bytes) { return cula::grain_for_bytes(bytes); }

@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.cpu.build import LEVELS, ROOT, build
 
+GRAIN_BYTES = 128 << 10  # kGrainBytes of parallel.h
 FP32, BF16, FP16, ABSENT = range(4)  # dtype codes of the .def files
 STORED = {FP32: np.float32, BF16: np.uint16, FP16: np.float16}
 LEVEL_NAMES = tuple(LEVELS)
@@ -33,8 +34,6 @@ def library() -> ctypes.CDLL:
     lib.harness_cover.argtypes = [i64, i64, i32, i32, p]
     lib.harness_nested.argtypes = [i64, i64, p]
     lib.harness_quota.argtypes = [ctypes.c_char_p]
-    lib.harness_grain.argtypes = [i64]
-    lib.harness_grain.restype = i64
     return lib
 
 
