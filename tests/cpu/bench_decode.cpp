@@ -77,7 +77,7 @@ void run(void* ctx, int64_t begin, int64_t end) {
 constexpr int64_t kPool = 1ll << 30;
 char* g_state;
 
-void bench(const cula::cpu::DecodeTable& table, const char* isa, int state, int layout, int threads, int n, double copy) {
+void bench(const cula::cpu::StateTable& table, const char* isa, int state, int layout, int threads, int n, double copy) {
   constexpr int kHeads = 64, kDim = 128;
   const int64_t head_bytes = int64_t(kDim) * kDim * (state == 0 ? 4 : 2);
   // Rows move through the pool from call to call, so that no call finds its states in a cache.
@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
   std::memset(g_state, 0, kPool);
   const struct {
     const char* name;
-    const cula::cpu::DecodeTable& table;
+    const cula::cpu::StateTable& table;
     cula::cpu::Isa level;
   } levels[] = {{"avx512", cula::cpu::avx512::kDecode, cula::cpu::Isa::avx512},
                 {"avx2", cula::cpu::avx2::kDecode, cula::cpu::Isa::avx2},

@@ -192,7 +192,7 @@ class Case:
 
     def run(self, level, threads=1, item_bytes=native.GRAIN_BYTES) -> None:
         p = self.params()
-        native.library().harness_decode(level, self.io, self.state_code, self.layout == "kv", p.array, self.N * self.HV, item_bytes, threads)
+        native.decode(level, self.io, self.state_code, self.layout == "kv", p.array, self.N * self.HV, item_bytes, threads)
 
     def check(self) -> None:
         for name in ("q", "k", "v", "gate", "a_log", "dt_bias", "beta", "read", "write"):
