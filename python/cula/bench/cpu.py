@@ -55,7 +55,7 @@ class Cpu:
     def copy_rate(self) -> float:
         """Bytes read plus written a second by all cores, GB/s: the better of a copy and of a pass in place, which is what decode does; a copy may
         fetch the lines that it overwrites. The best of a few, so that other work does not lower the ceiling."""
-        size = max(min(COPY_BYTES, self.free_bytes() // 8), 4 * self.cores) // 4
+        size = min(max(COPY_BYTES, self.rotate[0]), self.free_bytes() // 8) // 4
         source, target = np.ones(size, "int32"), np.ones(size, "int32")
         parts = list(zip(np.array_split(target, self.cores), np.array_split(source, self.cores)))
         with ThreadPoolExecutor(self.cores) as pool:  # numpy works without the GIL
