@@ -1,5 +1,5 @@
 // Speed of the CPU decode kernels against this machine's memory: KDA with per-channel log gate, in place, by state dtype, layout,
-// ISA level and threads. Build and run: python -m tests.cpu.build bench && ./bench
+// ISA level and threads. Build and run: python -m tests.cpu.build FOLDER bench && FOLDER/bench
 //
 // "copy" is the best of a plain and a non-temporal copy over all threads, read plus written bytes a second; decode counts the
 // state read plus written. Buffers of 1 GB, far beyond any cache; median of the passes.
@@ -41,14 +41,14 @@ struct Copy {
 };
 constexpr int64_t kBlock = 64 << 10;
 
-void copy_plain(void* ctx, int64_t begin, int64_t end) {
+__attribute__((target("avx2"))) void copy_plain(void* ctx, int64_t begin, int64_t end) {
   const Copy& c = *static_cast<Copy*>(ctx);
   for (int64_t i = begin; i < end; ++i)
     for (int64_t j = 0; j < kBlock; j += 32)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(c.to + i * kBlock + j),
                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c.from + i * kBlock + j)));
 }
-void copy_streaming(void* ctx, int64_t begin, int64_t end) {
+__attribute__((target("avx2"))) void copy_streaming(void* ctx, int64_t begin, int64_t end) {
   const Copy& c = *static_cast<Copy*>(ctx);
   for (int64_t i = begin; i < end; ++i)
     for (int64_t j = 0; j < kBlock; j += 32)
@@ -56,7 +56,7 @@ void copy_streaming(void* ctx, int64_t begin, int64_t end) {
                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c.from + i * kBlock + j)));
 }
 // What decode does to memory: read, change, write back the same line.
-void update_in_place(void* ctx, int64_t begin, int64_t end) {
+__attribute__((target("avx2"))) void update_in_place(void* ctx, int64_t begin, int64_t end) {
   const Copy& c = *static_cast<Copy*>(ctx);
   for (int64_t i = begin; i < end; ++i)
     for (int64_t j = 0; j < kBlock; j += 32) {
