@@ -33,7 +33,7 @@ def machine(gpu: bool) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=["decode", "gates", "prefill", "all"], default="all", help="which operators to measure")
-    parser.add_argument("--quick", action="store_true", help="decode: N = 1 and 128 only, one state layout; gates: T = 8192 only; prefill: three shapes")
+    parser.add_argument("--quick", action="store_true", help="decode: N = 1 and 128 only, one state layout; gates: T = 8192 only; prefill: three shapes, on the CPU one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for bench.md, .json and .png")
     parser.add_argument("--no-cpu", action="store_true", help="leave out the cpu arch")
     args = parser.parse_args()
@@ -42,7 +42,7 @@ def main() -> int:
         import torch
     except ImportError:
         parser.error("the benchmark makes its tensors with torch, which is not installed")
-    from benchmarks import decode, decode_cpu, gates, host, prefill, report
+    from benchmarks import decode, decode_cpu, gates, host, prefill, prefill_cpu, report
 
     gpu = torch.cuda.is_available()
     result = {"machine": machine(gpu), "quick": args.quick, "import": host.import_ms()}
@@ -58,6 +58,8 @@ def main() -> int:
         print("no GPU: only what runs on the CPU is measured", flush=True)
     if not args.no_cpu and args.op in ("decode", "all"):
         result["cpu"] = decode_cpu.run(args.quick)
+    if not args.no_cpu and args.op in ("prefill", "all"):
+        result["cpu_prefill"] = prefill_cpu.run(args.quick)
 
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -66,6 +68,8 @@ def main() -> int:
         text += "\n" + gates.markdown(result["gates"]) + "\n"
     if "prefill" in result:
         text += "\n" + prefill.markdown(result["prefill"]) + "\n"
+    if "cpu_prefill" in result:
+        text += "\n" + prefill_cpu.markdown(result["cpu_prefill"]) + "\n"
     (args.out / "bench.md").write_text(text)
     missing = report.plot(result, args.out / "bench.png")
     print(f"\nwritten: {args.out}/bench.md, bench.json" + (f"; no plot: {missing}" if missing else ", bench.png") + "\n")

@@ -12,7 +12,9 @@ import time
 
 import torch
 
-BYTES = 512 << 20
+from cula.bench.cpu import cache_bytes
+
+BYTES = max(512 << 20, 4 * cache_bytes())
 
 
 def seconds(call, repeats: int) -> tuple[float, float]:

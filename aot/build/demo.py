@@ -15,14 +15,14 @@ from aot.matrix import ROOT
 
 
 def run(artifacts: Path) -> int:
-    """Prints the KDA decode lines and the verdict, or everything if something is wrong. Returns an exit code."""
+    """Prints the KDA decode and prefill lines and the verdict, or everything if something is wrong. Returns an exit code."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("loader", "python"))
     environment = os.environ | {"CULA_ARTIFACTS": str(artifacts), "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-m", "cula", "selftest"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     lines = done.stdout.splitlines()
-    shown = lines if done.returncode else [line for line in lines if " kda_decode " in line or line.startswith("selftest:")]
+    shown = lines if done.returncode else [x for x in lines if " kda_decode " in x or " kda_prefill " in x or x.startswith("selftest:")]
     for line in shown:
         say(line)
     if done.returncode:

@@ -67,7 +67,8 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
 
         S <- diag(exp g_t) S;   u = beta_t (v_t - S^T k_t);   S <- S + k_t u^T;   out_t = scale * S^T q_t
 
-    computed in chunks of 32 tokens (Kimi Linear, arXiv 2510.26692, section 3), the state in float32 from the first token to the last.
+    computed in chunks (Kimi Linear, arXiv 2510.26692, section 3), the state in float32 from the first token to the last. On a GPU the products of
+    a chunk have bf16 operands, for fp16 tokens too; on the CPU all arithmetic is float32.
 
     Operands (B rows of T tokens, or with cu_seqlens N sequences in one row; H query heads, HV value heads, a multiple of H; K = V = 128 on a GPU)
         q, k        [B,T,H,K]     bf16 or fp16, on the CPU also float32; one dtype for q, k, v, out. Token and head strides are free: views into

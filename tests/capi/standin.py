@@ -1,8 +1,8 @@
 """Builds libcula.so's C++ with a stand-in kernel table: no compiled kernel is needed, and every launch can be looked at.
 
 The table has cpu, sm90 and sm120 rows for every op (so sm100 and sm103 are archs that are not built); prefill has those of its matrix for
-the two GPU archs. Its CPU kernels record
-what they were called with; its cubins are 64 bytes that hold the row's number, which the fake driver of test_driver reads back.
+these archs. Its CPU kernels record what they were called with; its cubins are 64 bytes that hold the row's number, which the fake driver of
+test_driver reads back.
 The library is cached in build/tests/capi by the contents of all sources, so a stale one cannot be tested.
 
 CULA_TEST_SANITIZE=1 builds with address and undefined-behaviour sanitizers; see conftest.py for how to run it.
@@ -56,6 +56,7 @@ DEFS = {
     "prep": ROOT / "aot/ops/chunk/params_prep.def",
     "state": ROOT / "aot/ops/chunk/params_state.def",
     "carry": ROOT / "aot/ops/chunk/params_carry.def",
+    "prefill_cpu": ROOT / "aot/ops/chunk/params_cpu.def",
 }
 KIND_SIZE = {"ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
@@ -73,10 +74,10 @@ def modes(family: str) -> dict[str, tuple[int, int]]:
 
 
 def family_of(kernel_id: str) -> str:
-    """Whose parameters a kernel takes: a name of DEFS. For ops of one kernel the op's name will do."""
+    """Whose parameters a kernel takes: a name of DEFS. For ops of one kernel (on the CPU) the op's name will do."""
     op, last = kernel_id.split(".")[0], kernel_id.split(".")[-1]
     if op in PREFILL_OPS:
-        return {"prep_gf32": "prep", "scan": "state"}.get(last, last)
+        return {"prep_gf32": "prep", "scan": "state", "vk": "prefill_cpu", "kv": "prefill_cpu", op: "prefill_cpu"}.get(last, last)
     return "decode" if op in DECODE_OPS else "l2norm" if op == "l2norm" else "gate"
 
 
@@ -111,7 +112,10 @@ def table_rows() -> list[tuple[tuple, str]]:
                     for layout, lay in LAYOUT.items():
                         for k in (64, 128, 256):
                             rows.append(((a, o, i, s, lay, 0, k, 0), f"{op}.{arch}.{io}.s{state}.k{k}.{layout}"))
-        if arch != "cpu":
+        if arch == "cpu":
+            rows += [((a, 8, i, s, lay, 0, k, 0), f"kda_prefill.cpu.{io}.s{state}.k{k}.{layout}")
+                     for io, i in IO.items() for state, s in STATE.items() for layout, lay in LAYOUT.items() for k in (64, 128, 256)]
+        else:
             name = f"kda_prefill.{arch}"
             for io in ("bf16", "fp16"):
                 rows += [((a, 8, IO[io], 0, 0, code, 128, 128), f"{name}.{io}.k128.v128.{VARIANT[code]}") for code in (1, 2)]

@@ -205,7 +205,7 @@ def test_the_longest_sequence(lib):
 def test_archs_without_kernels_are_named(lib):
     for arch in ("sm100", "sm103"):
         assert prefill().query(lib, arch)[0] == UNSUPPORTED
-        assert abi.last_error(lib) == f"kda_prefill: no {arch} kernels in this library; built archs: sm90, sm120"
+        assert abi.last_error(lib) == f"kda_prefill: no {arch} kernels in this library; built archs: cpu, sm90, sm120"
 
 
 # What is allowed although it looks like a mistake.

@@ -7,9 +7,11 @@ import threading
 import pytest
 
 from tests.capi import abi, standin
-from tests.capi.abi import CPU, INVALID, OK
-from tests.capi.calls import decode, gate, l2norm
-from tests.capi.test_decode_plan import address, expected, random_problem
+from tests.capi.abi import CPU, INVALID, OK, tensor
+from tests.capi import test_prefill_plan
+from tests.capi.calls import decode, gate, l2norm, prefill
+from tests.capi.test_decode_plan import CODE, address, expected, f32, name_of, random_problem, strides_of
+from tests.capi.test_decode_rules import with_
 
 HOST = dict(device=(CPU, 0))
 
@@ -59,6 +61,68 @@ def test_decode(lib):
         assert covers(ranges, n * hv)
         want = expected(call, n, h, hv, k, v)
         assert {name: got[name] for name in want} == want and got["steps"] == 1
+
+
+def expected_prefill(call, k, v) -> dict:
+    """Every parameter, from cula.h and params_cpu.def."""
+    x, a = call.tensors, call.args
+    packed, cu = x["q"].ndim == 3, x.get("cu_seqlens")
+    h, hv = x["q"].shape[1 if packed else 2], x["v"].shape[1 if packed else 2]
+    index = lambda name: {None: 0, "i32": 1, "i64": 2}[name_of(x.get(name))]
+    p = {name.lower(): address(x.get(name)) for name in ("q", "k", "v", "out", "gate", "A_log", "dt_bias", "beta", "cu_seqlens", "state_out", "checkpoints",
+                                                         "read_index", "write_index", "checkpoint_index")}
+    p["state_in"] = address(x.get("state"))
+    for name in ("q", "k", "v", "out", "gate", "beta"):
+        s = strides_of(x[name])
+        p |= dict(zip((f"{name}_b", f"{name}_t", f"{name}_h"), [0, *s] if packed else s))
+    for name, names in (("state", ("in_slot", "in_h", "in_slots")), ("state_out", ("out_slot", "out_state_h", "out_slots")),
+                        ("checkpoints", ("checkpoint_slot", "checkpoint_h", "checkpoint_slots"))):
+        pool = x.get(name)
+        p |= dict(zip(names, (0, 0, 0) if pool is None else (*strides_of(pool)[:2], pool.shape[0])))
+    p |= dict(checkpoint_interval=a.checkpoint_interval, checkpoint_columns=x["checkpoint_index"].shape[1] if "checkpoint_index" in x else 0)
+    p |= dict(null_slot=a.null_slot if a.has_null_slot else -(2**63), tokens=x["q"].shape[0 if packed else 1], group=hv // h, head_dim_k=k, head_dim_v=v)
+    p |= dict(sequences=cu.shape[0] - 1 if cu is not None else x["q"].shape[0], columns=128, blocks=-(-v // 128))
+    p |= dict(scale=a.scale if a.has_scale else f32(k**-0.5), lower_bound=a.lower_bound)
+    p |= {"mode.gate_raw": int(a.gate_kind == 3), "mode.beta_kind": a.beta_kind, "mode.l2norm": a.l2norm, "mode.cu_dtype": index("cu_seqlens")}
+    p |= {f"mode.{name.lower()}_dtype": CODE[name_of(x.get(name))] for name in ("gate", "A_log", "dt_bias", "beta")}
+    return p | {f"mode.{name}_dtype": index(f"{name}_index") for name in ("read", "write", "checkpoint")}
+
+
+def check_prefill(lib, call, n, hv, k, v, kinds):
+    io, state, layout = kinds
+    call.args.variant, call.args.segments = 0, call.args.segments % 2
+    kernel, ranges, got = run(lib, to_host(call))
+    assert kernel == f"kda_prefill.cpu.{io}.s{state}.k{k}.{layout}" and covers(ranges, n * hv * -(-v // 128))
+    want = expected_prefill(call, k, v)
+    names = {name for name, _ in standin.params("prefill_cpu")} | {f"mode.{name}" for name in standin.modes("prefill_cpu")}
+    assert set(want) == names - {"modes"} and {name: got[name] for name in want} == want
+    return ranges
+
+
+def test_prefill(lib):
+    rng = random.Random(2)
+    for _ in range(300):
+        call, (n, t, h, hv), kinds = test_prefill_plan.random_problem(rng)
+        call.args.num_threads = rng.choice([0, 1, 2, 64])
+        check_prefill(lib, call, n, hv, 128, 128, kinds)
+
+
+@pytest.mark.parametrize("k, v", [(64, 64), (128, 192), (256, 256), (256, 512)])
+@pytest.mark.parametrize("io, state, layout", [("fp32", "fp32", "vk"), ("fp16", "bf16", "kv"), ("bf16", "fp32", "kv")])
+def test_prefill_dims_and_checkpoints(lib, k, v, io, state, layout):
+    call = prefill(2, 100, 2, 4, k, v, io=io, state=state, layout=layout, gate="RAW", checkpoint_interval=32)
+    with_(call, checkpoints=tensor([9, 4, *((v, k) if layout == "vk" else (k, v))], state), checkpoint_index=tensor([2, 3], "i64"))
+    check_prefill(lib, call, 2, 4, k, v, (io, state, layout))
+
+
+def test_prefill_of_two_heads_uses_two_threads(lib):
+    """Few long items are shared, few short ones are not."""
+    ranges = lambda t, **options: run(lib, prefill(1, t, 2, 2, num_threads=2, **options, **HOST))[1]
+    assert ranges(4096) == ranges(64) == [(0, 1), (1, 2)]
+    assert ranges(16) == ranges(1) == [(0, 2)]
+    # with cu_seqlens the mean is all that is known
+    assert len(run(lib, prefill(64, 64, 2, 2, cu="i32", num_threads=2, **HOST))[1]) > 1
+    assert run(lib, prefill(2, 8, 1, 1, cu="i32", num_threads=2, **HOST))[1] == [(0, 2)]
 
 
 @pytest.mark.parametrize("call, items", [

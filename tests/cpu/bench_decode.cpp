@@ -1,5 +1,5 @@
 // Speed of the CPU decode kernels against this machine's memory: KDA with per-channel log gate, in place, by state dtype, layout,
-// ISA level and threads. Build and run: python -m tests.cpu.build bench && ./bench
+// ISA level and threads. Build and run: python -m tests.cpu.build FOLDER bench && FOLDER/bench
 //
 // "copy" is the best of a plain and a non-temporal copy over all threads, read plus written bytes a second; decode counts the
 // state read plus written. Buffers of 1 GB, far beyond any cache; median of the passes.
@@ -41,14 +41,14 @@ struct Copy {
 };
 constexpr int64_t kBlock = 64 << 10;
 
-void copy_plain(void* ctx, int64_t begin, int64_t end) {
+__attribute__((target("avx2"))) void copy_plain(void* ctx, int64_t begin, int64_t end) {
   const Copy& c = *static_cast<Copy*>(ctx);
   for (int64_t i = begin; i < end; ++i)
     for (int64_t j = 0; j < kBlock; j += 32)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(c.to + i * kBlock + j),
                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c.from + i * kBlock + j)));
 }
-void copy_streaming(void* ctx, int64_t begin, int64_t end) {
+__attribute__((target("avx2"))) void copy_streaming(void* ctx, int64_t begin, int64_t end) {
   const Copy& c = *static_cast<Copy*>(ctx);
   for (int64_t i = begin; i < end; ++i)
     for (int64_t j = 0; j < kBlock; j += 32)
@@ -56,7 +56,7 @@ void copy_streaming(void* ctx, int64_t begin, int64_t end) {
                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c.from + i * kBlock + j)));
 }
 // What decode does to memory: read, change, write back the same line.
-void update_in_place(void* ctx, int64_t begin, int64_t end) {
+__attribute__((target("avx2"))) void update_in_place(void* ctx, int64_t begin, int64_t end) {
   const Copy& c = *static_cast<Copy*>(ctx);
   for (int64_t i = begin; i < end; ++i)
     for (int64_t j = 0; j < kBlock; j += 32) {
@@ -77,7 +77,7 @@ void run(void* ctx, int64_t begin, int64_t end) {
 constexpr int64_t kPool = 1ll << 30;
 char* g_state;
 
-void bench(const cula::cpu::DecodeTable& table, const char* isa, int state, int layout, int threads, int n, double copy) {
+void bench(const cula::cpu::StateTable& table, const char* isa, int state, int layout, int threads, int n, double copy) {
   constexpr int kHeads = 64, kDim = 128;
   const int64_t head_bytes = int64_t(kDim) * kDim * (state == 0 ? 4 : 2);
   // Rows move through the pool from call to call, so that no call finds its states in a cache.
@@ -109,7 +109,7 @@ void bench(const cula::cpu::DecodeTable& table, const char* isa, int state, int 
   const double t = median_seconds(passes, [&] {
     for (int i = 0; i < n; ++i) index[i] = int32_t((first + i) % slots);
     first += n;
-    cula::parallel_for(int64_t(n) * kHeads, cula::grain_for_bytes(2 * head_bytes), threads, run, &w);
+    cula::parallel_for(int64_t(n) * kHeads, 2 * head_bytes, threads, run, &w);
   });
   const double bytes = 2.0 * n * kHeads * head_bytes;
   std::printf("%-7s state %s %s  threads %d  N %4d  %9.1f us  %6.1f GB/s  %5.1f %% of copy\n", isa, state ? "bf16" : "fp32",
@@ -129,7 +129,7 @@ int main(int argc, char** argv) {
   for (int t : {1, threads}) {
     Copy c{other, g_state};
     const auto speed = [&](cula::ParallelFn f) {
-      return 2.0 * kPool / median_seconds(5, [&] { cula::parallel_for(kPool / kBlock, 1, t, f, &c); });
+      return 2.0 * kPool / median_seconds(5, [&] { cula::parallel_for(kPool / kBlock, cula::kGrainBytes, t, f, &c); });
     };
     const double plain = speed(copy_plain), streaming = speed(copy_streaming), in_place = speed(update_in_place);
     copy = std::max(plain, streaming);
@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
   std::memset(g_state, 0, kPool);
   const struct {
     const char* name;
-    const cula::cpu::DecodeTable& table;
+    const cula::cpu::StateTable& table;
     cula::cpu::Isa level;
   } levels[] = {{"avx512", cula::cpu::avx512::kDecode, cula::cpu::Isa::avx512},
                 {"avx2", cula::cpu::avx2::kDecode, cula::cpu::Isa::avx2},

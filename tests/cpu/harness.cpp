@@ -5,33 +5,33 @@
 #include "aot/common/cpu/cpu_count.h"
 #include "aot/common/cpu/isa.h"
 #include "aot/common/cpu/parallel.h"
+#include "aot/ops/chunk/cpu_prefill.h"
 #include "aot/ops/decode/cpu_decode.h"
 #include "aot/ops/gates/cpu_gates.h"
 #include "tests/cpu/math_table.h"
 
 using namespace cula::cpu;
 
-#define CULA_NAMES(X)                                                                                                       \
-  X(cula_cpu_decode_fp32_sfp32_vk) X(cula_cpu_decode_fp32_sfp32_kv) X(cula_cpu_decode_fp32_sbf16_vk)                        \
-  X(cula_cpu_decode_fp32_sbf16_kv) X(cula_cpu_decode_bf16_sfp32_vk) X(cula_cpu_decode_bf16_sfp32_kv)                        \
-  X(cula_cpu_decode_bf16_sbf16_vk) X(cula_cpu_decode_bf16_sbf16_kv) X(cula_cpu_decode_fp16_sfp32_vk)                        \
-  X(cula_cpu_decode_fp16_sfp32_kv) X(cula_cpu_decode_fp16_sbf16_vk) X(cula_cpu_decode_fp16_sbf16_kv)                        \
+// The names of a StateTable's kernels, in the order of its axes.
+#define CULA_NAMES_OF(X, op, io) \
+  X(cula_cpu_##op##_##io##_sfp32_vk) X(cula_cpu_##op##_##io##_sfp32_kv) X(cula_cpu_##op##_##io##_sbf16_vk) X(cula_cpu_##op##_##io##_sbf16_kv)
+#define CULA_STATE_NAMES(X, op) CULA_NAMES_OF(X, op, fp32) CULA_NAMES_OF(X, op, bf16) CULA_NAMES_OF(X, op, fp16)
+#define CULA_GATE_NAMES(X)                                                                                                \
   X(cula_cpu_kda_gate_fp32) X(cula_cpu_kda_gate_bf16) X(cula_cpu_kda_gate_fp16) X(cula_cpu_gdn_gate_fp32)                   \
   X(cula_cpu_gdn_gate_bf16) X(cula_cpu_gdn_gate_fp16) X(cula_cpu_l2norm_fp32) X(cula_cpu_l2norm_bf16) X(cula_cpu_l2norm_fp16)
 #define CULA_DECLARE(name) extern "C" void name(void* const*, int64_t, int64_t);
-CULA_NAMES(CULA_DECLARE)
 #define CULA_ENTRY(name) name,
-static const cula::CpuKernel kNamed[] = {CULA_NAMES(CULA_ENTRY)};
+CULA_STATE_NAMES(CULA_DECLARE, decode)
+CULA_STATE_NAMES(CULA_DECLARE, prefill)
+CULA_GATE_NAMES(CULA_DECLARE)
+static const cula::CpuKernel kDecodeNames[] = {CULA_STATE_NAMES(CULA_ENTRY, decode)};
+static const cula::CpuKernel kPrefillNames[] = {CULA_STATE_NAMES(CULA_ENTRY, prefill)};
+static const cula::CpuKernel kGateNames[] = {CULA_GATE_NAMES(CULA_ENTRY)};
 
-#if defined(__x86_64__)
-static const DecodeTable* const kDecodes[] = {&base::kDecode, &avx2::kDecode, &avx512::kDecode};
-static const GateTable* const kGateTables[] = {&base::kGates, &avx2::kGates, &avx512::kGates};
-static const MathTable* const kMaths[] = {&base::kMath, &avx2::kMath, &avx512::kMath};
-#else
-static const DecodeTable* const kDecodes[] = {&base::kDecode};
-static const GateTable* const kGateTables[] = {&base::kGates};
-static const MathTable* const kMaths[] = {&base::kMath};
-#endif
+static const StateTable* const kDecodes[] = CULA_LEVELS(kDecode);
+static const StateTable* const kPrefills[] = CULA_LEVELS(kPrefill);
+static const GateTable* const kGateTables[] = CULA_LEVELS(kGates);
+static const MathTable* const kMaths[] = CULA_LEVELS(kMath);
 
 namespace {
 
@@ -40,10 +40,10 @@ struct Call {
   void* const* params;
 };
 
-void run(cula::CpuKernel kernel, void* const* params, int64_t items, int64_t grain, int32_t threads) {
+void run(cula::CpuKernel kernel, void* const* params, int64_t items, int64_t item_bytes, int32_t threads) {
   Call call{kernel, params};
   cula::parallel_for(
-      items, grain, threads,
+      items, item_bytes, threads,
       [](void* ctx, int64_t begin, int64_t end) { static_cast<Call*>(ctx)->kernel(static_cast<Call*>(ctx)->params, begin, end); }, &call);
 }
 
@@ -80,7 +80,7 @@ void nested_outer(void* ctx, int64_t begin, int64_t end) {
   Nested& n = *static_cast<Nested*>(ctx);
   for (int64_t i = begin; i < end; ++i) {
     Cover c(n.counts + i * n.inner);
-    cula::parallel_for(n.inner, 1, 0, cover, &c);
+    cula::parallel_for(n.inner, cula::kGrainBytes, 0, cover, &c);
   }
 }
 
@@ -90,15 +90,17 @@ void nested_outer(void* ctx, int64_t begin, int64_t end) {
 
 EXPORT int32_t harness_best_isa() { return static_cast<int32_t>(best_isa()); }
 
-EXPORT void harness_decode(int level, int io, int state, int layout, void* const* params, int64_t items, int64_t grain, int32_t threads) {
-  static const int order[] = {0, 4, 8};
-  run(level < 0 ? kNamed[order[io] + 2 * state + layout] : (*kDecodes[level])[io][state][layout], params, items, grain, threads);
+// op: 0 decode, 1 prefill
+EXPORT void harness_state(int op, int level, int io, int state, int layout, void* const* params, int64_t items, int64_t item_bytes, int32_t threads) {
+  const cula::CpuKernel* names = op == 0 ? kDecodeNames : kPrefillNames;
+  const StateTable* const* levels = op == 0 ? kDecodes : kPrefills;
+  run(level < 0 ? names[4 * io + 2 * state + layout] : (*levels[level])[io][state][layout], params, items, item_bytes, threads);
 }
 
 // op: 0 kda_gate, 1 gdn_gate, 2 l2norm
-EXPORT void harness_gate(int level, int op, int io, void* const* params, int64_t items, int64_t grain, int32_t threads) {
+EXPORT void harness_gate(int level, int op, int io, void* const* params, int64_t items, int64_t item_bytes, int32_t threads) {
   const auto pick = [&](const GateTable& t) { return op == 0 ? t.kda_gate[io] : op == 1 ? t.gdn_gate[io] : t.l2norm[io]; };
-  run(level < 0 ? kNamed[12 + 3 * op + io] : pick(*kGateTables[level]), params, items, grain, threads);
+  run(level < 0 ? kGateNames[3 * op + io] : pick(*kGateTables[level]), params, items, item_bytes, threads);
 }
 
 EXPORT void harness_math(int level, int function, const float* x, const float* y, float parameter, float* out, int64_t n) {
@@ -121,17 +123,16 @@ EXPORT void harness_convert_flushed(int level, int code, const char* from, char*
 }
 
 // counts: zeroed, one an item. Returns how many threads took part.
-EXPORT int32_t harness_cover(int64_t items, int64_t grain, int32_t threads, int32_t spin, int32_t* counts) {
+EXPORT int32_t harness_cover(int64_t items, int64_t item_bytes, int32_t threads, int32_t spin, int32_t* counts) {
   Cover c(reinterpret_cast<std::atomic<int32_t>*>(counts));
   c.spin = spin;
-  cula::parallel_for(items, grain, threads, cover, &c);
+  cula::parallel_for(items, item_bytes, threads, cover, &c);
   return c.threads.load();
 }
 EXPORT void harness_nested(int64_t outer, int64_t inner, int32_t* counts) {
   Nested n{reinterpret_cast<std::atomic<int32_t>*>(counts), inner};
-  cula::parallel_for(outer, 1, 0, nested_outer, &n);
+  cula::parallel_for(outer, cula::kGrainBytes, 0, nested_outer, &n);
 }
 
 EXPORT int32_t harness_default_threads() { return default_threads(); }
 EXPORT int32_t harness_quota(const char* text) { return quota_from_cpu_max(text); }
-EXPORT int64_t harness_grain(int64_t bytes) { return cula::grain_for_bytes(bytes); }

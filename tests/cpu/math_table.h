@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "aot/common/cpu/tables.h"
+
 namespace cula::cpu {
 
 enum MathFunction { kExp, kLog1p, kSigmoid, kSoftplus, kRawGate, kBoundedGate };
@@ -12,14 +14,6 @@ struct MathTable {
   void (*convert)(int code, const char* from, char* to, int64_t n, bool narrow);
 };
 
-namespace base {
-extern const MathTable kMath;
-}
-namespace avx2 {
-extern const MathTable kMath;
-}
-namespace avx512 {
-extern const MathTable kMath;
-}
+CULA_LEVEL_TABLES(MathTable, kMath)
 
 }  // namespace cula::cpu

@@ -14,6 +14,8 @@ import numpy as np
 
 from tests.cpu.build import LEVELS, ROOT, build
 
+GRAIN_BYTES = 128 << 10  # kGrainBytes of parallel.h
+PREFILL_FLOAT32 = 5.4e-7  # relative RMSE of prefill in float32, derived in test_prefill.py
 FP32, BF16, FP16, ABSENT = range(4)  # dtype codes of the .def files
 STORED = {FP32: np.float32, BF16: np.uint16, FP16: np.float16}
 LEVEL_NAMES = tuple(LEVELS)
@@ -25,7 +27,7 @@ def library() -> ctypes.CDLL:
     path = os.environ.get("CULA_TEST_CPU_HARNESS")
     lib = ctypes.CDLL(path or str(build(Path(tempfile.mkdtemp(prefix="cula_cpu_")))))
     i32, i64, p = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-    lib.harness_decode.argtypes = [i32, i32, i32, i32, p, i64, i64, i32]
+    lib.harness_state.argtypes = [i32, i32, i32, i32, i32, p, i64, i64, i32]
     lib.harness_gate.argtypes = [i32, i32, i32, p, i64, i64, i32]
     lib.harness_math.argtypes = [i32, i32, p, p, ctypes.c_float, p, i64]
     lib.harness_convert.argtypes = [i32, i32, p, p, i64, i32]
@@ -33,9 +35,17 @@ def library() -> ctypes.CDLL:
     lib.harness_cover.argtypes = [i64, i64, i32, i32, p]
     lib.harness_nested.argtypes = [i64, i64, p]
     lib.harness_quota.argtypes = [ctypes.c_char_p]
-    lib.harness_grain.argtypes = [i64]
-    lib.harness_grain.restype = i64
     return lib
+
+
+def decode(*arguments) -> None:
+    """level, io, state, layout, parameters, items, bytes of an item, threads."""
+    library().harness_state(0, *arguments)
+
+
+def prefill(*arguments) -> None:
+    """As decode."""
+    library().harness_state(1, *arguments)
 
 
 def levels() -> list[int]:

@@ -190,9 +190,9 @@ class Case:
             values |= {f"{name}_index": address(x), f"{name}_stride": stride(x, 0)}
         return Params(DEF, modes, **values)
 
-    def run(self, level, threads=1, grain=1) -> None:
+    def run(self, level, threads=1, item_bytes=native.GRAIN_BYTES) -> None:
         p = self.params()
-        native.library().harness_decode(level, self.io, self.state_code, self.layout == "kv", p.array, self.N * self.HV, grain, threads)
+        native.decode(level, self.io, self.state_code, self.layout == "kv", p.array, self.N * self.HV, item_bytes, threads)
 
     def check(self) -> None:
         for name in ("q", "k", "v", "gate", "a_log", "dt_bias", "beta", "read", "write"):
@@ -282,9 +282,9 @@ def test_nan_stays_nan(level, state, layout):
 def test_threads_do_not_change_bits():
     for seed in range(6):
         outs = []
-        for threads, grain in ((1, 1), (2, 1), (64, 1), (0, 2)):
+        for threads, grain in ((1, 1), (2, 1), (64, 1), (0, 2)):  # items of a range
             case = Case([seed], N=33, heads=(3, 2), V=64, K=64)
-            case.run(-1, threads, grain)
+            case.run(-1, threads, native.GRAIN_BYTES // grain)
             outs.append([x.view.tobytes() for x in (case.out, case.state_out) if x is not None])
         assert all(o == outs[0] for o in outs)
 

@@ -75,7 +75,7 @@ def test_gate(level, op, seed):
                dict(g_dtype=g_code, a_log_dtype=code_of(a_log), dt_bias_dtype=code_of(dt_bias), beta_dtype=code_of(beta),
                     beta_out_dtype=code_of(beta_out), beta_kind=0 if beta is None else 1 + (kind == "logit_twice")), **fields)  # fmt: skip
     items = batch * tokens * (hv if op == "kda" else 1)
-    native.library().harness_gate(level, 0 if op == "kda" else 1, io, p.array, items, int(rng.integers(1, 4)), 1 + seed % 3)
+    native.library().harness_gate(level, 0 if op == "kda" else 1, io, p.array, items, native.GRAIN_BYTES // int(rng.integers(1, 4)), 1 + seed % 3)
     assert_close("g", g.view, want, g_code)
     assert not g.changed_outside(np.s_[:])
     assert in_place or not x.changed_outside()
@@ -112,7 +112,7 @@ def test_l2norm(level, seed):
     for i in range(3):
         fields |= {f"x_{i}": x.strides[i], f"y_{i}": y.strides[i], f"n_{i}": shape[i]}
     p = Params("aot/ops/gates/params_l2norm.def", dict(y_dtype=y.code), **fields)
-    native.library().harness_gate(level, 2, io, p.array, int(np.prod(shape)), 1, 1 + seed % 3)
+    native.library().harness_gate(level, 2, io, p.array, int(np.prod(shape)), native.GRAIN_BYTES, 1 + seed % 3)
     assert_close("y", y.view, want, y.code)
     assert not y.changed_outside(np.s_[:])
     if rstd is not None:

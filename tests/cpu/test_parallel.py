@@ -14,9 +14,9 @@ import pytest
 from tests.cpu import native
 
 
-def cover(items, grain=1, threads=0, spin=0):
+def cover(items, item_bytes=native.GRAIN_BYTES, threads=0, spin=0):
     counts = np.zeros(max(items, 1), np.int32)
-    took_part = native.library().harness_cover(items, grain, threads, spin, counts.ctypes.data)
+    took_part = native.library().harness_cover(items, item_bytes, threads, spin, counts.ctypes.data)
     assert (counts[:items] == 1).all()
     return took_part
 
@@ -27,9 +27,9 @@ def script(code: str, *, env=None, timeout=60) -> str:
 import ctypes, os, sys, threading, time
 lib = ctypes.CDLL({native.library()._name!r})
 lib.harness_cover.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p]
-def cover(items, grain=1, threads=0, spin=0):
+def cover(items, item_bytes={native.GRAIN_BYTES}, threads=0, spin=0):
     counts = (ctypes.c_int32 * items)()
-    took_part = lib.harness_cover(items, grain, threads, spin, counts)
+    took_part = lib.harness_cover(items, item_bytes, threads, spin, counts)
     assert list(counts) == [1] * items
     return took_part
 def comm(task):
@@ -51,7 +51,7 @@ def helpers(count):  # ids of the helpers, once there are as many: a new thread 
 @pytest.mark.parametrize("grain", (1, 3, 1000))
 @pytest.mark.parametrize("threads", (0, 1, 2, 7))
 def test_every_item_once(items, grain, threads):
-    took_part = cover(items, grain, threads)
+    took_part = cover(items, native.GRAIN_BYTES // grain, threads)
     assert took_part <= max(1, native.library().harness_default_threads() if threads == 0 else threads)
     if items <= 3 * grain:
         assert took_part == (1 if items else 0), "small work belongs to the caller"
@@ -82,9 +82,20 @@ def test_quota(text, cpus):
     assert native.library().harness_quota(text) == cpus
 
 
-def test_grain():
-    grain = native.library().harness_grain
-    assert [grain(b) for b in (0, 1 << 20, 128 << 10, 64 << 10, 256)] == [1, 1, 1, 2, 512]
+@pytest.mark.parametrize("items, item_bytes, threads", [
+    (2, 8 << 20, 2), (3, 8 << 20, 3), (2, 2**62, 2),  # long: one thread each
+    (2, 1 << 20, 1), (3, 512 << 10, 1), (1, 2**62, 1), (0, 2**62, 0),  # not worth a wake-up; nothing to share
+    (9, (128 << 10) // 3, 1), (500, 256, 1), (500, 0, 1), (500, -1, 1),  # three ranges of many items
+])
+def test_cost_of_an_item_decides_who_works(items, item_bytes, threads):
+    spin = 1000 if items > 3 else 20_000_000  # long enough for two helpers to get a core
+    out = script(f"print(max(cover({items}, {item_bytes}, spin={spin}) for _ in range(5)))", env={"CULA_NUM_THREADS": "3"})
+    assert int(out) == threads
+
+
+def test_bytes_of_a_grain():
+    text = (native.ROOT / "aot/common/cpu/parallel.h").read_text()
+    assert "kGrainBytes = 128 << 10" in text and native.GRAIN_BYTES == 128 << 10
 
 
 def test_many_callers():
@@ -93,7 +104,7 @@ def test_many_callers():
     def caller(seed):
         try:
             for i in range(200):
-                cover(1 + (seed * 131 + i * 17) % 300, grain=1 + i % 3, threads=(0, 2, 3)[i % 3], spin=20)
+                cover(1 + (seed * 131 + i * 17) % 300, native.GRAIN_BYTES // (1 + i % 3), threads=(0, 2, 3)[i % 3], spin=20)
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import cula
+from tests.cpu.native import PREFILL_FLOAT32
 from tests.gpu import prefill as pf
 from tests.gpu.prefill import NAN, arguments, bf16, check, f32, fp16, kernels_of, laid_out, make
 
 prefill = cula.kda.kda_prefill
-FLOAT32, CORRELATED = 5.4e-7, 2e-6
+FLOAT32, CORRELATED = PREFILL_FLOAT32, 2e-6
 STORED = {f32: FLOAT32, bf16: 1.83e-3, fp16: 2.3e-4}
 TAILS = [*range(67), 0, 0, 127, 128, 129]
 

@@ -256,12 +256,12 @@ def case_prefill_launches_its_kernels_in_order_with_memory_of_their_own():
     prep, state = gpu.launches()
     assert prep.stream == state.stream == 0x777
     assert (prep.attribute_count, state.attribute_count, state.attribute_id, state.attribute_value) == (0, 1, 6, 1), "prep waits, state overlaps it"
-    assert (prep.grid[0], prep.block[0], prep.dynamic_smem) == (4 * 4, 256, 60416) and (state.grid[0], state.block[0], state.dynamic_smem) == (8, 128, 107648)
+    assert (prep.grid[0], prep.block[0], prep.dynamic_smem) == (4 * 4, 256, 60464) and (state.grid[0], state.block[0], state.dynamic_smem) == (8, 128, 107648)
     records, flags = prep.params[7], prep.params[8]
     assert (state.params[0], state.params[1]) == (records, flags) and records % 128 == 0 and flags - records == 16 * 29184
     assert state.params[3] == call["v"].data_ptr() and state.params[4] == call["out"].data_ptr() and prep.params[0] == call["q"].data_ptr()
     log = gpu.memory_log()
-    assert log == [f"attribute {a} = {v} on 0" for v, a in ((60416, 8), (100, 9), (107648, 8), (100, 9))], "torch's memory, no other"
+    assert log == [f"attribute {a} = {v} on 0" for v, a in ((60464, 8), (100, 9), (107648, 8), (100, 9))], "torch's memory, no other"
     needs = cula.query(cula.kda.kda_prefill, **call)
     assert needs.workspace_align == 128 and needs.workspace_bytes == 16 * 29184 + 128
 

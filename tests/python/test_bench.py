@@ -14,8 +14,8 @@ import pytest
 
 import cula
 from cula import bench
-from cula.bench import problems, report
-from cula.bench.cpu import Cpu
+from cula.bench import prefill, problems, report
+from cula.bench.cpu import UNKNOWN_CACHE, Cpu, cache_bytes
 from cula.bench.problems import Problem
 from cula_loader import artifacts
 
@@ -47,7 +47,31 @@ def test_which_problems():
     found = problems.enumerate_problems(("gdn",), (1, 8))
     assert len(found) == 3 * 2 * 2 and found[0] == Problem("gdn", 1, (16, 64), "fp32")
     assert len(problems.enumerate_problems(("gdn", "gla"), (1,), all_heads=False)) == 4
-    assert [problems.rotations(size) for size in (1, 4_194_304, 200_000_000, 10**9)] == [48, 48, 3, 2]
+    assert [problems.rotations(size, *problems.GPU_ROTATE) for size in (1, 4_194_304, 200_000_000, 10**9)] == [48, 48, 3, 2]
+
+
+def test_rotated_states_are_beyond_the_caches():
+    """A share above 100 % would be one of a cache: all sets of the smallest problem together are four times the last-level caches."""
+    total, most = Cpu().rotate
+    smallest = min(problems.enumerate_problems(batches=bench.CPU_BATCHES), key=lambda p: p.state_bytes)
+    assert problems.rotations(smallest.state_bytes, total, most) * smallest.state_bytes >= 4 * cache_bytes() > 0
+
+
+def test_cache_bytes(tmp_path):
+    def index(cpu, number, level, size, shared):
+        folder = tmp_path / f"cpu{cpu}/cache/index{number}"
+        folder.mkdir(parents=True)
+        for name, text in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+            (folder / name).write_text(f"{text}\n")
+
+    assert cache_bytes(tmp_path) == UNKNOWN_CACHE
+    for cpu in range(4):  # two caches of level 3, each of two CPUs
+        index(cpu, 0, 1, "48K", cpu)
+        index(cpu, 2, 2, "2M", cpu)
+        index(cpu, 3, 3, "32768K", "0-1" if cpu < 2 else "2-3")
+    assert cache_bytes(tmp_path) == 64 << 20
+    (tmp_path / "cpu3/cache/index3/size").write_text("no number")  # CPU 2 says it too
+    assert cache_bytes(tmp_path) == 64 << 20
 
 
 # ------------------------------------------------------------------------------------------------------------ a machine
@@ -63,7 +87,8 @@ class SmallCpu(Cpu):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench, "enumerate_problems", lambda ops, batches, all_heads: [Problem(op, 2, (2, 4), "fp32") for op in ops])
-    monkeypatch.setattr(bench, "rotations", lambda size: 2)
+    monkeypatch.setattr(bench, "rotations", lambda size, total, most: 2)
+    monkeypatch.setattr(prefill, "SHAPES", ((20, 2), (33, 1)))
     monkeypatch.setattr(bench, "_machine", lambda device: SmallCpu())
 
 
@@ -76,6 +101,10 @@ def test_a_run(small, tmp_path, capsys):
         assert row["GBs"] == pytest.approx(row["bytes"] / row["us"] / 1e3) and row["share"] == pytest.approx(row["GBs"] / 100)
     printed = capsys.readouterr().out
     assert "copy 100 GB/s" in printed and printed.count("_decode.cpu.") == 4
+    assert [(row["tokens"], row["heads"]) for row in result["prefill"]] == [(20, 2), (33, 1)] and printed.count("kda_prefill.cpu.") == 2
+    for row in result["prefill"]:
+        assert row["us"] > 0 and row["kernel"] == f"kda_prefill.cpu.{result['io']}.sfp32.k128.vk"
+        assert row["rate"] == pytest.approx(row["tokens"] * row["heads"] / row["us"] * 1e6)
     assert ("no plot: matplotlib is not installed" in printed) != (tmp_path / "bench.png").exists()
 
 
@@ -85,6 +114,31 @@ def test_a_result_that_is_no_number_is_no_time(small, monkeypatch):
     monkeypatch.setattr(SmallCpu, "get", lambda self, x: np.zeros(3))
     row = bench.measure(Problem("gla", 2, (2, 4), "fp32"), SmallCpu(), 1.0)
     assert row["failed"] and "us" not in row and "not finite, or zero" in row["error"]
+
+
+def test_prefill_is_timed_where_it_belongs(small, monkeypatch, capsys):
+    """Not without KDA, one shape in a quick run, and a failure is shown and counted."""
+    assert bench.bench("cpu", ("gla",)) == 0 and "prefill" not in capsys.readouterr().out
+    assert len(bench.run_prefill(SmallCpu(), quick=True)) == 1
+    monkeypatch.setattr(bench, "measure", lambda *a: {"op": "kda", "state": "fp32", "heads": [2, 4], "n": 1, "error": "left out"})
+    monkeypatch.setattr(SmallCpu, "get", lambda self, x: np.array([1.0, np.nan]))
+    assert bench.bench("cpu", ("kda",)) == 1 and capsys.readouterr().out.count("FAILED: the output is not finite, or zero") == 2
+
+
+def test_prefill_of_the_benchmark_against_the_recurrence():
+    """What is timed is the call that the selftest compares: here its output, through the recurrence of the tests."""
+    from tests.reference import recurrence
+
+    machine = SmallCpu()
+    call, out = prefill.make(prefill.Prefill(20, 2), machine)
+    call()
+    q, k, v, raw, beta = (np.asarray(machine.get(x)[0], "float64") for x in call.args)
+    given = call.keywords
+    g = recurrence.log_decay("raw", raw, 2, 128, given["A_log"], given["dt_bias"], given["lower_bound"])
+    want, final = recurrence.sequence("kda", recurrence.l2_normalise(q), recurrence.l2_normalise(k), v, g, recurrence.activate_beta("logit", beta),
+                                      initial_state=given["state"][0].astype("float64").swapaxes(-1, -2))
+    error = lambda got, want: np.linalg.norm(got - want) / np.linalg.norm(want)  # noqa: E731
+    assert error(machine.get(out)[0], want) <= 2.5e-3 and error(given["state_out"][0].swapaxes(-1, -2), final) <= 5.4e-7
 
 
 def test_another_kernel_than_the_machines_is_no_time(small, monkeypatch):

@@ -192,8 +192,8 @@ typedef struct cula_decode_args {
  * kda_prefill: all tokens of N sequences. For token t in turn, with S [K,V] the float32 state of one sequence and value head, head
  * h = hv / (HV/H), q^ = scale * q:
  *   S <- diag(exp g_t) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = S^T q^_t
- * computed in chunks of 32 tokens (Kimi Linear, arXiv 2510.26692, section 3), every state accumulated in float32. Products of a chunk have
- * bf16 operands for io bf16 and fp16.
+ * computed in chunks (Kimi Linear, arXiv 2510.26692, section 3), every state accumulated in float32. On a GPU a chunk has 32 tokens and its
+ * products have bf16 operands, for io fp16 too; on the CPU it has 16, and all arithmetic is float32.
  *
  * Sequences. Without cu_seqlens, sequence n is row n of the batch: N = B, T tokens each. With cu_seqlens B is 1 (or q, k, v, out, gate
  * and beta have no B at all: [T,H,K] and so on) and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n+1]. cu_seqlens is never read on the

@@ -63,7 +63,7 @@ cula_status run_cpu(const Op& op, const Plan& plan, const void* stream) noexcept
     if (call.kernel == nullptr) return fail(CULA_ERR_ARTIFACT, "%s: kernel %s has no CPU function", op.name, kKernels[d.kernel].id);
     fill_params(d, static_cast<const unsigned char*>(d.params), call.params);
     parallel_for(
-        d.cpu_items, grain_for_bytes(d.cpu_item_bytes), d.cpu_threads,
+        d.cpu_items, d.cpu_item_bytes, d.cpu_threads,
         [](void* context, int64_t begin, int64_t end) {
           CpuCall& c = *static_cast<CpuCall*>(context);
           c.kernel(c.params, begin, end);

@@ -41,7 +41,7 @@ struct LaunchDesc {
   uint32_t dynamic_smem = 0;
   bool pdl = false;      // programmatic stream serialization: the kernel waits with griddepcontrol before it reads
   int64_t cpu_items = 0; // CPU: number of work items
-  int64_t cpu_item_bytes = 0;  // CPU: memory that an item moves, which decides how many a thread gets at a time
+  int64_t cpu_item_bytes = 0;  // CPU: cost of an item, see parallel.h
   int32_t cpu_threads = 0;
   const void* params = nullptr;   // struct of the family, laid out as its params.def lists
   const uint16_t* param_offsets = nullptr;

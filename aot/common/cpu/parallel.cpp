@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <time.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -23,7 +24,7 @@ struct Job {
   int64_t grain;
   int64_t share;     // a range is the rest of the items over this, at least a grain
   int32_t openings;  // helpers that may still join
-  int32_t working = 0;  // helpers inside
+  std::atomic<int32_t> working{0};  // helpers inside; changed under the mutex
   std::atomic<int64_t> next{0};
   Job* before = nullptr;
   Job* after = nullptr;
@@ -58,6 +59,23 @@ void run_ranges(Job& job) noexcept {
   }
 }
 
+int64_t now_ns() noexcept {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
+}
+
+// A helper's last range mostly is a grain of 5 us; after a sleep the caller would need 10 to 40 us to wake up.
+void spin_while_working(const Job& job) noexcept {
+  constexpr int64_t kSpinNs = 20000;
+  const int64_t end = now_ns() + kSpinNs;
+  while (job.working.load(std::memory_order_relaxed) != 0 && now_ns() < end) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
 void open_job(Pool& pool, Job& job) noexcept {
   job.after = pool.jobs;
   if (pool.jobs != nullptr) pool.jobs->before = &job;
@@ -81,13 +99,13 @@ void* helper(void* argument) noexcept {
       continue;
     }
     --job->openings;
-    ++job->working;
+    job->working.fetch_add(1, std::memory_order_relaxed);
     pthread_mutex_unlock(&pool.mutex);
     run_ranges(*job);
     pthread_mutex_lock(&pool.mutex);
     job->openings = 0;  // no range is left, so nobody else need join
     // The caller may return, and the job be gone, as soon as this reads 0 and the mutex is free.
-    if (--job->working == 0) pthread_cond_broadcast(&pool.done);
+    if (job->working.fetch_sub(1, std::memory_order_release) == 1) pthread_cond_broadcast(&pool.done);
   }
   pthread_mutex_unlock(&pool.mutex);
   return nullptr;
@@ -143,11 +161,12 @@ __attribute__((destructor)) void at_unload() {
 
 }  // namespace
 
-void parallel_for(int64_t items, int64_t grain, int32_t threads, ParallelFn fn, void* ctx) noexcept {
+void parallel_for(int64_t items, int64_t item_bytes, int32_t threads, ParallelFn fn, void* ctx) noexcept {
   if (items <= 0) return;
-  if (grain < 1) grain = 1;
-  // Below four grains (20 us) the other threads would still be waking up when the caller is done.
-  Pool* pool = threads == 1 || (items - 1) / grain < 3 ? nullptr : the_pool();
+  if (item_bytes < 1) item_bytes = 1;
+  const int64_t grain = item_bytes < kGrainBytes ? kGrainBytes / item_bytes : 1;
+  const bool solo = (items - 1) / grain < 3 && items <= kSoloBytes / item_bytes;
+  Pool* pool = threads == 1 || solo ? nullptr : the_pool();
   int64_t helpers = 0;
   if (pool != nullptr) {
     helpers = (threads <= 0 || threads > pool->size ? pool->size : threads) - 1;
@@ -169,7 +188,12 @@ void parallel_for(int64_t items, int64_t grain, int32_t threads, ParallelFn fn, 
 
   pthread_mutex_lock(&pool->mutex);
   close_job(*pool, job);
-  while (job.working != 0) pthread_cond_wait(&pool->done, &pool->mutex);
+  if (job.working.load(std::memory_order_relaxed) != 0) {
+    pthread_mutex_unlock(&pool->mutex);
+    spin_while_working(job);
+    pthread_mutex_lock(&pool->mutex);
+    while (job.working.load(std::memory_order_relaxed) != 0) pthread_cond_wait(&pool->done, &pool->mutex);
+  }
   pthread_mutex_unlock(&pool->mutex);
 }
 

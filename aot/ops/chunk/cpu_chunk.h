@@ -10,7 +10,7 @@
 // Reading order: Chunk, decays_and_scores, then of a tile of 64 value columns products_with_state, substitute, update_state.
 #pragma once
 
-#include "aot/common/cpu/simd.h"
+#include "aot/common/cpu/operands.h"
 
 namespace cula::cpu::CULA_ISA {
 namespace {
@@ -36,9 +36,6 @@ struct Chunk {
   alignas(64) float x[2 * kTokens][kTile];  // d S of one tile
   alignas(64) float u[kTokens][kTile];
 };
-
-CULA_INLINE VF load(const float* p) { return load_raw<VF>(p); }
-CULA_INLINE void store(float* p, VF x) { store_raw(p, x); }
 
 // Subnormal numbers in a product cost hundreds of cycles an instruction on some machines, and a chunk of strong decays is full of them.
 CULA_INLINE VF without_subnormals(VF x) { return select(abs(x) < 0x1p-126f, VF{}, x); }

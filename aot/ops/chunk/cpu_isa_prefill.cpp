@@ -6,8 +6,7 @@
 // The state of an item stays in float32 in the cache from the first token to the last, as tiles of 64 value columns [K][64]; bf16
 // pools are rounded to once, when a state is stored. Value columns do not touch one another, so bits do not depend on how
 // a chain is cut into items, and items on any thread.
-#include "aot/common/cpu/simd.h"
-#include "aot/common/cpu/vmath.h"
+#include "aot/common/cpu/operands.h"
 #include "aot/ops/chunk/cpu_chunk.h"
 #include "aot/ops/chunk/cpu_prefill.h"
 
@@ -15,8 +14,6 @@ namespace cula::cpu::CULA_ISA {
 namespace {
 
 constexpr int kMaxColumns = 128;
-constexpr int kBetaValue = 0, kBetaLogitTwice = 2;  // cula_beta_kind
-constexpr int kAbsent = 3;                          // dtype code
 
 // On the stack of the thread: 0.24 MB.
 struct Work {
@@ -36,20 +33,6 @@ struct Chain {
 };
 
 // ------------------------------------------------------------------------------------------------------------ operands
-
-CULA_INLINE float load_scalar(const char* base, int64_t index, int code) {
-  float x = 0.0f;
-  if (code != kAbsent) with_dtype(code, [&](auto t) { x = load_part<decltype(t)>(base + index * decltype(t)::kBytes, 1)[0]; });
-  return x;
-}
-
-CULA_INLINE int64_t load_index(const char* base, int64_t at, int code, int64_t absent) {
-  if (code == 1) return load_raw<int32_t>(base + at * 4);
-  if (code == 2) return load_raw<int64_t>(base + at * 8);
-  return absent;
-}
-
-CULA_INLINE int64_t item_bytes(int code) { return code == 0 ? 4 : 2; }
 
 // cu_seqlens is data, not checked by anyone: whatever it holds, no token outside of the tensors is touched.
 template <class Io>
@@ -71,8 +54,8 @@ Chain find_chain(const PrefillParams& p, int64_t sequence, int64_t head) {
   c.k = p.k + (row * p.k_b + first * p.k_t + qk_head * p.k_h) * Io::kBytes;
   c.v = p.v + (row * p.v_b + first * p.v_t + head * p.v_h) * Io::kBytes;
   c.out = p.out + (row * p.out_b + first * p.out_t + head * p.out_h) * Io::kBytes;
-  c.gate = p.gate + (row * p.gate_b + first * p.gate_t + head * p.gate_h) * item_bytes(p.gate_dtype);
-  c.beta = p.beta + (row * p.beta_b + first * p.beta_t + head * p.beta_h) * item_bytes(p.beta_dtype);
+  c.gate = p.gate + (row * p.gate_b + first * p.gate_t + head * p.gate_h) * bytes_of(p.gate_dtype);
+  c.beta = p.beta + (row * p.beta_b + first * p.beta_t + head * p.beta_h) * bytes_of(p.beta_dtype);
   return c;
 }
 
@@ -88,50 +71,17 @@ void load_decay(const PrefillParams& p, const Work& w, const char* gate, float* 
 // q, k, their product, beta and the decay of `count` tokens from token `first` of the chain on.
 template <class Io>
 void load_tokens(const PrefillParams& p, const Chain& chain, int64_t first, int count, Work& w) {
-  const int K = p.head_dim_k;
   Chunk& c = w.chunk;
   for (int t = 0; t < count; ++t) {
     const int64_t token = first + t;
     const char* q = chain.q + token * p.q_t * Io::kBytes;
     const char* k = chain.k + token * p.k_t * Io::kBytes;
-    // In float64: o of a sequence that starts from zero is u times k . q alone at first, and that may cancel.
-    VD qq{}, kk{}, kq{};
-    for (int i = 0; i < K; i += W) {
-      const VF x = Io::load(q + i * Io::kBytes), y = Io::load(k + i * Io::kBytes);
-      store(c.q[t] + i, x);
-      store(c.k[t] + i, y);
-      add_products(x, x, qq);
-      add_products(y, y, kk);
-      add_products(x, y, kq);
-    }
-    double q_scale = p.scale, k_scale = 1.0;
-    if (p.l2norm) {
-      q_scale /= __builtin_sqrt(sum(qq) + 1e-6);
-      k_scale /= __builtin_sqrt(sum(kk) + 1e-6);
-    }
-    c.p[t][t] = static_cast<float>(sum(kq) * q_scale * k_scale);
-    for (int i = 0; i < K; i += W) {
-      store(c.q[t] + i, load(c.q[t] + i) * static_cast<float>(q_scale));
-      store(c.k[t] + i, load(c.k[t] + i) * static_cast<float>(k_scale));
-    }
-    float beta = load_scalar(chain.beta, token * p.beta_t, p.beta_dtype);
-    if (p.beta_kind != kBetaValue) beta = sigmoid(splat(beta))[0] * (p.beta_kind == kBetaLogitTwice ? 2.0f : 1.0f);
-    c.beta[t] = beta;
+    c.p[t][t] = load_qk<Io>(p, q, k, c.q[t], c.k[t]);
+    c.beta[t] = load_beta(p, chain.beta, token * p.beta_t);
     with_dtype(p.gate_dtype, [&](auto g) {
       load_decay<decltype(g)>(p, w, chain.gate + token * p.gate_t * decltype(g)::kBytes, c.a[t]);
     });
   }
-}
-
-void load_gate_parameters(const PrefillParams& p, int64_t head, Work& w) {
-  const int K = p.head_dim_k;
-  w.rate = p.a_log_dtype != kAbsent ? exp(splat(load_scalar(p.a_log, head, p.a_log_dtype))) : splat(1.0f);
-  for (int i = 0; i < K; i += W) store(w.bias + i, VF{});
-  if (p.dt_bias_dtype == kAbsent) return;
-  with_dtype(p.dt_bias_dtype, [&](auto b) {
-    using B = decltype(b);
-    for (int i = 0; i < K; i += W) store(w.bias + i, B::load(p.dt_bias + (head * K + i) * B::kBytes));
-  });
 }
 
 // -------------------------------------------------------------------------------------------------------------- states
@@ -191,7 +141,7 @@ template <class Io, class S, bool kVk>
 void run_item(const PrefillParams& p, const Chain& chain, int first, Work& w) {
   const int K = p.head_dim_k, V = p.head_dim_v;
   const int columns = V - first < p.columns ? V - first : p.columns;
-  const auto live = [&](int64_t slot, int64_t slots) { return slot >= 0 && slot < slots && slot != p.null_slot; };
+  const auto live = [&](int64_t slot, int64_t slots) { return live_slot(slot, slots, p.null_slot); };
 
   const int64_t read = load_index(p.read_index, chain.sequence, p.read_dtype, chain.sequence);
   if (live(read, p.in_slots)) {
@@ -199,7 +149,8 @@ void run_item(const PrefillParams& p, const Chain& chain, int first, Work& w) {
   } else {
     for (int i = 0; i < K * columns; i += W) store(w.state + i, VF{});
   }
-  load_gate_parameters(p, chain.head, w);
+  w.rate = load_rate(p, chain.head);
+  load_bias(p, chain.head, w.bias);
 
   int64_t to_checkpoint = p.checkpoint_interval, column = 0;
   for (int64_t token = 0; token < chain.tokens; token += kTokens) {
@@ -233,7 +184,8 @@ void run_item(const PrefillParams& p, const Chain& chain, int first, Work& w) {
 
 template <class Io, class S, bool kVk>
 void prefill(void* const* params, int64_t begin, int64_t end) {
-  const PrefillParams p = read_prefill_params(params);
+  PrefillParams p;
+  read_params(params, p);
   Work w;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t chain = item / p.blocks;
@@ -244,8 +196,6 @@ void prefill(void* const* params, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define CULA_STATES(Io) {{prefill<Io, F32, true>, prefill<Io, F32, false>}, {prefill<Io, BF16, true>, prefill<Io, BF16, false>}}
-const PrefillTable kPrefill = {CULA_STATES(F32), CULA_STATES(BF16), CULA_STATES(F16)};
-#undef CULA_STATES
+const StateTable kPrefill = CULA_STATE_TABLE(prefill);
 
 }  // namespace cula::cpu::CULA_ISA

@@ -1,10 +1,8 @@
 // Host plan of kda_prefill on the CPU: one kernel, whose work items are (head, sequence, block of value columns).
 #include "aot/ops/chunk/plan_cpu.h"
 
-#include <cmath>
-#include <limits>
-
 #include "error.h"
+#include "fill.h"
 #include "kernels.h"
 #include "tensor.h"
 
@@ -27,48 +25,28 @@ constexpr int64_t kColumns = 128;
 CpuParams params_of(const Problem& p) noexcept {
   const cula_prefill_args& a = *p.args;
   CpuParams d;
-  d.q = p.q.data, d.k = p.k.data, d.v = p.v.data, d.out = p.out.data;
-  d.gate = p.gate.data, d.a_log = p.a_log.data, d.dt_bias = p.dt_bias.data, d.beta = p.beta.data;
+  fill_operands(d, p, p.state_out);
+  fill_dims(d, p);
+  d.q = p.q.data, d.k = p.k.data, d.v = p.v.data;
   d.cu_seqlens = p.cu.data;
-  d.state_in = p.state.data, d.state_out = p.state_out.data, d.checkpoints = p.checkpoints.data;
-  d.read_index = p.read.data, d.write_index = p.write.data, d.checkpoint_index = p.checkpoint_index.data;
+  d.checkpoints = p.checkpoints.data, d.checkpoint_index = p.checkpoint_index.data;
+  fill_pool(p.checkpoints, d.checkpoint_slot, d.checkpoint_h, d.checkpoint_slots);
   d.q_b = p.q_at.b, d.q_t = p.q_at.t, d.q_h = p.q_at.h;
   d.k_b = p.k_at.b, d.k_t = p.k_at.t, d.k_h = p.k_at.h;
   d.v_b = p.v_at.b, d.v_t = p.v_at.t, d.v_h = p.v_at.h;
   d.out_b = p.out_at.b, d.out_t = p.out_at.t, d.out_h = p.out_at.h;
   d.gate_b = p.gate_at.b, d.gate_t = p.gate_at.t, d.gate_h = p.gate_at.h;
   d.beta_b = p.beta_at.b, d.beta_t = p.beta_at.t, d.beta_h = p.beta_at.h;
-  d.in_slot = d.in_h = d.in_slots = 0;
-  if (present(p.state)) d.in_slot = p.state.stride[0], d.in_h = p.state.stride[1], d.in_slots = p.state.shape[0];
-  d.out_slot = d.out_state_h = d.out_slots = 0;
-  if (present(p.state_out)) d.out_slot = p.state_out.stride[0], d.out_state_h = p.state_out.stride[1], d.out_slots = p.state_out.shape[0];
-  d.checkpoint_slot = d.checkpoint_h = d.checkpoint_slots = 0;
-  if (present(p.checkpoints)) {
-    d.checkpoint_slot = p.checkpoints.stride[0], d.checkpoint_h = p.checkpoints.stride[1], d.checkpoint_slots = p.checkpoints.shape[0];
-  }
   d.checkpoint_interval = a.checkpoint_interval;
   d.checkpoint_columns = p.checkpoint_columns;
-  d.null_slot = a.has_null_slot ? a.null_slot : std::numeric_limits<int64_t>::min();
   d.tokens = p.tokens;
   d.sequences = static_cast<int32_t>(p.n);
-  d.group = static_cast<int32_t>(p.hv / p.h);
-  d.head_dim_k = static_cast<int32_t>(p.dim_k);
-  d.head_dim_v = static_cast<int32_t>(p.dim_v);
   d.columns = static_cast<int32_t>(kColumns);
   d.blocks = static_cast<int32_t>((p.dim_v + kColumns - 1) / kColumns);
-  d.scale = a.has_scale ? a.scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
-  d.lower_bound = a.lower_bound;
   CpuParamsModes m;
+  fill_modes(m, p);
   m.gate_raw = a.gate_kind == CULA_GATE_RAW;
-  m.gate_dtype = float_code(p.gate);
-  m.a_log_dtype = float_code(p.a_log);
-  m.dt_bias_dtype = float_code(p.dt_bias);
-  m.beta_kind = static_cast<uint32_t>(a.beta_kind);
-  m.beta_dtype = float_code(p.beta);
-  m.l2norm = static_cast<uint32_t>(a.l2norm);
   m.cu_dtype = index_code(p.cu);
-  m.read_dtype = index_code(p.read);
-  m.write_dtype = index_code(p.write);
   m.checkpoint_dtype = index_code(p.checkpoint_index);
   d.modes = m.pack();
   return d;

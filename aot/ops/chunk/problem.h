@@ -7,6 +7,7 @@
 #include <initializer_list>
 
 #include "error.h"
+#include "fill.h"
 #include "names.h"
 #include "pool.h"
 #include "tensor.h"
@@ -46,10 +47,6 @@ inline Element state_dtype(const Problem& p) noexcept {
 inline TokenStrides strides_of(const Problem& p, const Tensor& t) noexcept {
   return p.packed ? TokenStrides{0, t.stride[0], t.stride[1]} : TokenStrides{t.stride[0], t.stride[1], t.stride[2]};
 }
-
-// Codes of the params_*.def.
-inline uint32_t index_code(const Tensor& t) noexcept { return !present(t) ? 0 : t.dtype == Element::i32 ? 1 : 2; }
-inline uint32_t float_code(const Tensor& t) noexcept { return static_cast<uint32_t>(t.dtype); }  // absent is 3
 
 // ------------------------------------------------------------------------------------------------------------ options
 

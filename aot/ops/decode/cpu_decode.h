@@ -1,47 +1,14 @@
 // What the CPU decode kernels of all ISA levels share: the parameters, and the table of kernels that each level defines.
 #pragma once
 
-#include <cstdint>
-
-#include "aot/capi/src/kernel_table.h"
+#include "aot/common/cpu/tables.h"
 
 namespace cula::cpu {
 
-// The parameters of params.def as values, the modes unpacked.
-struct DecodeParams {
-  using ptr = char*;
-  using i64 = int64_t;
-  using i32 = int32_t;
-  using f32 = float;
-#define CULA_PARAM(kind, name) kind name;
-#define CULA_MODE(name, shift, bits) int32_t name;
-#include "aot/ops/decode/params.def"
-#undef CULA_PARAM
-#undef CULA_MODE
-};
+#define CULA_PARAMS DecodeParams
+#define CULA_PARAMS_DEF "aot/ops/decode/params.def"
+#include "aot/common/cpu/params.inc"
 
-// params: one pointer to each parameter, in the order of params.def.
-static inline DecodeParams read_decode_params(void* const* params) {
-  DecodeParams p;
-#define CULA_PARAM(kind, name) __builtin_memcpy(&p.name, *params++, sizeof p.name);
-#define CULA_MODE(name, shift, bits) p.name = (p.modes >> shift) & ((1 << bits) - 1);
-#include "aot/ops/decode/params.def"
-#undef CULA_PARAM
-#undef CULA_MODE
-  return p;
-}
-
-// [io][state][layout]: io and state by DType (state: f32, bf16), layout by cula_state_layout.
-using DecodeTable = CpuKernel[3][2][2];
-
-namespace base {
-extern const DecodeTable kDecode;
-}
-namespace avx2 {
-extern const DecodeTable kDecode;
-}
-namespace avx512 {
-extern const DecodeTable kDecode;
-}
+CULA_LEVEL_TABLES(StateTable, kDecode)
 
 }  // namespace cula::cpu

@@ -10,8 +10,7 @@
 //
 // Accuracy: sums over K run in blocks of 64 (vk) or 8 (kv) channels that are then added up, so that no chain of float32
 // additions is longer than 32; one chain of 256 would alone cost 4e-7 of the result.
-#include "aot/common/cpu/simd.h"
-#include "aot/common/cpu/vmath.h"
+#include "aot/common/cpu/operands.h"
 #include "aot/ops/decode/cpu_decode.h"
 
 namespace cula::cpu::CULA_ISA {
@@ -19,8 +18,6 @@ namespace {
 
 constexpr int kMaxK = 256, kMaxV = 512;
 constexpr int kGateNone = 0, kGateRaw = 3, kGateConstHead = 4;  // cula_gate_kind
-constexpr int kBetaValue = 0, kBetaLogitTwice = 2;              // cula_beta_kind
-constexpr int kAbsent = 3;                                      // dtype code
 
 // Measured on an EPYC 9005 core (48 KB L1, 1 MB L2), D = 128, float32 state from memory:
 // vk: sums over a tile of rows, then its update; 8 to 16 KB are equal. The prefetch runs this far ahead of the sums and takes the
@@ -41,41 +38,18 @@ struct Head {
   float kq;                     // k . q
 };
 
-CULA_INLINE VF load(const float* p) { return load_raw<VF>(p); }
-CULA_INLINE void store(float* p, VF x) { store_raw(p, x); }
-
 // ------------------------------------------------------------------------------------------------------------ operands
-
-CULA_INLINE float load_scalar(const char* base, int64_t index, int code) {
-  float x = 0.0f;
-  if (code != kAbsent)
-    with_dtype(code, [&](auto t) { x = load_part<decltype(t)>(base + index * decltype(t)::kBytes, 1)[0]; });
-  return x;
-}
-
-CULA_INLINE int64_t load_index(const char* base, int64_t at, int code, int64_t absent) {
-  if (code == 1) return load_raw<int32_t>(base + at * 4);
-  if (code == 2) return load_raw<int64_t>(base + at * 8);
-  return absent;
-}
-
-void load_channels(float* to, const char* base, int64_t index, int code, int count) {
-  with_dtype(code, [&](auto t) {
-    using T = decltype(t);
-    for (int i = 0; i < count; i += W) store(to + i, T::load(base + (index + i) * T::kBytes));
-  });
-}
 
 // a of the head: exp(g), constant over the channels unless the gate is per channel.
 void load_decay(const DecodeParams& p, int64_t row, int64_t head, float* a) {
   const int K = p.head_dim_k;
   const int64_t at = row * p.gate_n + head * p.gate_h;
   const bool raw = p.gate_kind == kGateRaw;
-  const VF rate = raw && p.a_log_dtype != kAbsent ? exp(splat(load_scalar(p.a_log, head, p.a_log_dtype))) : splat(1.0f);
+  const VF rate = raw ? load_rate(p, head) : splat(1.0f);
   if (p.channel_gate && p.gate_kind != kGateNone) {
     load_channels(a, p.gate, at, p.gate_dtype, K);
-    alignas(64) float bias[kMaxK] = {};
-    if (raw && p.dt_bias_dtype != kAbsent) load_channels(bias, p.dt_bias, head * K, p.dt_bias_dtype, K);
+    alignas(64) float bias[kMaxK];
+    if (raw) load_bias(p, head, bias);
     for (int i = 0; i < K; i += W) {
       const VF x = load(a + i);
       store(a + i, exp(raw ? raw_gate(x, load(bias + i), rate, p.lower_bound) : x));
@@ -100,32 +74,8 @@ void prepare(const DecodeParams& p, int64_t row, int64_t head, bool reads, Head&
   const char* v = p.v + (row * p.v_n + head * p.v_h) * Io::kBytes;
   for (int i = 0; i < V; i += W) store(h.v + i, Io::load(v + i * Io::kBytes));
 
-  // In float64: o of a row that starts from zero is u times k . q alone, and that may cancel.
-  VD qq{}, kk{}, kq{};
-  for (int i = 0; i < K; i += W) {
-    const VF x = Io::load(q + i * Io::kBytes), y = Io::load(k + i * Io::kBytes);
-    store(h.q + i, x);
-    store(h.k + i, y);
-    add_products(x, x, qq);
-    add_products(y, y, kk);
-    add_products(x, y, kq);
-  }
-  double q_scale = p.scale, k_scale = 1.0;
-  if (p.l2norm) {
-    q_scale /= __builtin_sqrt(sum(qq) + 1e-6);
-    k_scale /= __builtin_sqrt(sum(kk) + 1e-6);
-  }
-  h.kq = static_cast<float>(sum(kq) * q_scale * k_scale);
-  for (int i = 0; i < K; i += W) {
-    store(h.q + i, load(h.q + i) * static_cast<float>(q_scale));
-    store(h.k + i, load(h.k + i) * static_cast<float>(k_scale));
-  }
-
-  h.beta = 1.0f;
-  if (p.delta) {
-    h.beta = load_scalar(p.beta, row * p.beta_n + head * p.beta_h, p.beta_dtype);
-    if (p.beta_kind != kBetaValue) h.beta = sigmoid(splat(h.beta))[0] * (p.beta_kind == kBetaLogitTwice ? 2.0f : 1.0f);
-  }
+  h.kq = load_qk<Io>(p, q, k, h.q, h.k);
+  h.beta = p.delta ? load_beta(p, p.beta, row * p.beta_n + head * p.beta_h) : 1.0f;
   if (!reads) return;  // the decay acts on nothing
   load_decay(p, row, head, h.a);
   for (int i = 0; i < K; i += W) {
@@ -313,14 +263,15 @@ void update(const DecodeParams& p, Head& h, const char* in, char* out) {
 
 template <class Io, class S, bool kVk>
 void decode(void* const* params, int64_t begin, int64_t end) {
-  const DecodeParams p = read_decode_params(params);
+  DecodeParams p;
+  read_params(params, p);
   Head h;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t row = item / p.hv, head = item % p.hv;
     const int64_t read = load_index(p.read_index, row * p.read_stride, p.read_dtype, row);
     const int64_t write = load_index(p.write_index, row * p.write_stride, p.write_dtype, read);
-    const bool reads = !p.no_state && read >= 0 && read < p.in_slots && read != p.null_slot;
-    const bool writes = p.state_out != nullptr && write >= 0 && write < p.out_slots && write != p.null_slot;
+    const bool reads = !p.no_state && live_slot(read, p.in_slots, p.null_slot);
+    const bool writes = p.state_out != nullptr && live_slot(write, p.out_slots, p.null_slot);
     const bool pools = !p.no_state || p.state_out != nullptr;  // without any no row is padding
 
     char* o = p.out + (row * p.out_n + head * p.out_h) * Io::kBytes;
@@ -339,8 +290,6 @@ void decode(void* const* params, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define CULA_STATES(Io) {{decode<Io, F32, true>, decode<Io, F32, false>}, {decode<Io, BF16, true>, decode<Io, BF16, false>}}
-const DecodeTable kDecode = {CULA_STATES(F32), CULA_STATES(BF16), CULA_STATES(F16)};
-#undef CULA_STATES
+const StateTable kDecode = CULA_STATE_TABLE(decode);
 
 }  // namespace cula::cpu::CULA_ISA

@@ -1,11 +1,11 @@
 // Host plan of the decode ops: a checked problem -> parameters, grid and kernel. The rules of the args struct are in problem.h.
 //
 // The grid is that of kernel_vk.py and kernel_kv.py; tests/capi compares the numbers with theirs.
-#include <cmath>
 #include <limits>
 
 #include "aot/ops/decode/problem.h"
 #include "error.h"
+#include "fill.h"
 #include "kernels.h"
 #include "tensor.h"
 
@@ -59,12 +59,11 @@ cula_status check_dim_v(const Problem& p) noexcept {
   return fail(CULA_ERR_UNSUPPORTED, "%s: %s has shape %s; head_dim_v must be a multiple of 64 from 64 to 512", p.op, v.name, shape_text(v).s);
 }
 
-int32_t index_code(const Tensor& t) noexcept { return !present(t) ? 0 : t.dtype == Element::i32 ? 1 : 2; }
-uint32_t float_code(const Tensor& t) noexcept { return static_cast<uint32_t>(t.dtype); }  // absent is 3
-
 DecodeParams params_of(const Problem& p, int32_t steps) noexcept {
   const cula_decode_args& a = *p.args;
   DecodeParams d;
+  fill_operands(d, p, present(p.state_out) ? p.state_out : p.state);
+  fill_dims(d, p);
   if (present(p.mixed)) {
     const int64_t key_bytes = p.h * p.dim_k * p.mixed.itemsize;
     d.q = p.mixed.data;
@@ -81,54 +80,27 @@ DecodeParams params_of(const Problem& p, int32_t steps) noexcept {
     d.k_n = p.k_rows.stride, d.k_h = p.k_rows.strides[0];
     d.v_n = p.v_rows.stride, d.v_h = p.v_rows.strides[0];
   }
-  d.out = p.out.data;
   d.out_n = p.out_rows.stride, d.out_h = p.out_rows.strides[0];
-  d.gate = p.gate.data;
   d.gate_n = d.gate_h = 0;
   if (a.gate_kind == CULA_GATE_CONST_HEAD) {
     d.gate_h = p.gate.stride[0];
   } else if (present(p.gate)) {
     d.gate_n = p.gate_rows.stride, d.gate_h = p.gate_rows.strides[0];
   }
-  d.a_log = p.a_log.data;
-  d.dt_bias = p.dt_bias.data;
-  d.beta = p.beta.data;
   d.beta_n = d.beta_h = 0;
   if (present(p.beta)) d.beta_n = p.beta_rows.stride, d.beta_h = p.beta_rows.strides[0];
 
-  const Tensor& written = present(p.state_out) ? p.state_out : p.state;
-  d.state_in = p.state.data;
-  d.in_slot = d.in_h = d.in_slots = 0;
-  if (present(p.state)) d.in_slot = p.state.stride[0], d.in_h = p.state.stride[1], d.in_slots = p.state.shape[0];
-  d.state_out = written.data;
-  d.out_slot = d.out_state_h = d.out_slots = 0;
-  if (present(written)) d.out_slot = written.stride[0], d.out_state_h = written.stride[1], d.out_slots = written.shape[0];
-  d.read_index = p.read.data;
-  d.write_index = p.write.data;
   d.read_stride = present(p.read) ? p.read.stride[0] : 0;
   d.write_stride = present(p.write) ? p.write.stride[0] : 0;
-  d.null_slot = a.has_null_slot ? a.null_slot : std::numeric_limits<int64_t>::min();
 
   d.n = static_cast<int32_t>(p.n);
   d.hv = static_cast<int32_t>(p.hv);
-  d.group = static_cast<int32_t>(p.hv / p.h);
   d.group_inverse = ((int64_t{1} << 32) + d.group - 1) / d.group;
-  d.head_dim_k = static_cast<int32_t>(p.dim_k);
-  d.head_dim_v = static_cast<int32_t>(p.dim_v);
   d.steps = steps;
-  d.scale = a.has_scale ? a.scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
-  d.lower_bound = a.lower_bound;
 
   DecodeParamsModes m;
+  fill_modes(m, p);
   m.gate_kind = static_cast<uint32_t>(a.gate_kind);
-  m.gate_dtype = float_code(p.gate);
-  m.a_log_dtype = float_code(p.a_log);
-  m.dt_bias_dtype = float_code(p.dt_bias);
-  m.beta_kind = static_cast<uint32_t>(a.beta_kind);
-  m.beta_dtype = float_code(p.beta);
-  m.read_dtype = index_code(p.read);
-  m.write_dtype = index_code(p.write);
-  m.l2norm = static_cast<uint32_t>(a.l2norm);
   m.no_state = !present(p.state);
   m.delta = p.form->delta;
   m.channel_gate = p.form->channel_gate;

@@ -2,31 +2,11 @@
 // Work items are those of params_gate.def and params_l2norm.def; thread-safe over disjoint ranges of items.
 #include "aot/ops/gates/cpu_gates.h"
 
-#include "aot/common/cpu/isa.h"
-
-namespace cula::cpu {
-namespace {
-
-const GateTable& gate_table() noexcept {
-#if defined(__x86_64__)
-  switch (best_isa()) {
-    case Isa::avx512:
-      return avx512::kGates;
-    case Isa::avx2:
-      return avx2::kGates;
-    case Isa::base:
-      break;
-  }
-#endif
-  return base::kGates;
-}
-
-}  // namespace
-}  // namespace cula::cpu
+CULA_BEST_TABLE(GateTable, kGates)
 
 #define CULA_GATE(op, io, code)                                                          \
   extern "C" void cula_cpu_##op##_##io(void* const* params, int64_t begin, int64_t end) { \
-    cula::cpu::gate_table().op[code](params, begin, end);                                \
+    cula::cpu::best().op[code](params, begin, end);                                      \
   }
 #define CULA_GATES(op) CULA_GATE(op, fp32, 0) CULA_GATE(op, bf16, 1) CULA_GATE(op, fp16, 2)
 

@@ -2,8 +2,7 @@
 //
 // Rows are worked on in blocks of float32 that stay in L1: load (converting), compute, store (converting). Any dtype then costs
 // one branch a block, and a result that is the same memory as its input is safe.
-#include "aot/common/cpu/simd.h"
-#include "aot/common/cpu/vmath.h"
+#include "aot/common/cpu/operands.h"
 #include "aot/ops/gates/cpu_gates.h"
 
 namespace cula::cpu::CULA_ISA {
@@ -11,10 +10,7 @@ namespace {
 
 constexpr int kBlock = 256;
 constexpr int kMaxNorm = 1024;
-constexpr int kAbsent = 3, kBetaLogitTwice = 2;
 
-CULA_INLINE VF load(const float* p) { return load_raw<VF>(p); }
-CULA_INLINE void store(float* p, VF x) { store_raw(p, x); }
 CULA_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // count elements from base[index * dtype]; what lies behind them up to a whole vector is zero.
@@ -84,7 +80,8 @@ void gate_block(const GateParams& p, int64_t x_at, int64_t g_at, int64_t bias_at
 // Item (b * tokens + t) * hv + h: the channels of one token and head, and its beta.
 template <class Io>
 void kda_gate(void* const* params, int64_t begin, int64_t end) {
-  const GateParams p = read_gate_params(params);
+  GateParams p;
+  read_params(params, p);
   alignas(64) float rate[kBlock];
   for (int64_t item = begin, next; item < end; item = next) {
     const int64_t row = item / p.hv, head = item % p.hv, batch = row / p.tokens, token = row % p.tokens;
@@ -105,7 +102,8 @@ void kda_gate(void* const* params, int64_t begin, int64_t end) {
 // Item b * tokens + t: the heads of one token.
 template <class Io>
 void gdn_gate(void* const* params, int64_t begin, int64_t end) {
-  const GateParams p = read_gate_params(params);
+  GateParams p;
+  read_params(params, p);
   alignas(64) float rate[kBlock];
   // The rates of at most a block of heads are the same for every item.
   if (p.hv <= kBlock) load_rates(p, 0, p.hv, rate);
@@ -124,7 +122,8 @@ void gdn_gate(void* const* params, int64_t begin, int64_t end) {
 // Item: a row, numbered as rstd.
 template <class Io>
 void l2norm(void* const* params, int64_t begin, int64_t end) {
-  const NormParams p = read_norm_params(params);
+  NormParams p;
+  read_params(params, p);
   const int dim = p.head_dim;
   alignas(64) float x[kMaxNorm];
   int64_t l = begin % p.n_2, j = begin / p.n_2 % p.n_1, i = begin / p.n_2 / p.n_1;

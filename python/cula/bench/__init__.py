@@ -1,9 +1,11 @@
-"""`python -m cula bench`: decode of every family on this machine, beside the rate at which it copies memory.
+"""`python -m cula bench`: decode of every family on this machine, beside the rate at which it copies memory; on the CPU also KDA prefill.
 
 Needs numpy, and cuda-bindings for a GPU; no framework and no source tree. Decode reads and writes every state once a token, so the time is
-bound by memory: `of copy` is the least traffic (states in and out, rows once) over the time, as a share of the copy rate measured here.
+bound by memory: `of copy` is the least traffic (states in and out, rows once) over the time, as a share of the copy rate measured here. Calls
+take turns on states that no cache holds together.
 
     problems.py  what is timed       calls.py  operands and calls       gpu.py, cpu.py  memory and clocks       report.py  table, plot
+    prefill.py   likewise of a prefill, on the CPU
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def bench(device: str = "auto", ops: tuple[str, ...] = tuple(HEADS), quick: bool
         (out / "bench.json").write_text(json.dumps(result, indent=2) + "\n")
         missing = plot(result, out / "bench.png")
         print(f"written: {out / 'bench.json'}" + (f"; no plot: {missing}" if missing else f", {out / 'bench.png'}"))
-    return 1 if any(row.get("failed") for row in result["rows"]) else 0
+    return 1 if any(row.get("failed") for row in result["rows"] + result["prefill"]) else 0
 
 
 def run(machine, ops: tuple[str, ...], quick: bool) -> dict:
@@ -59,35 +61,63 @@ def run(machine, ops: tuple[str, ...], quick: bool) -> dict:
         for problem in enumerate_problems(ops, batches, all_heads=not quick):
             rows.append(measure(problem, machine, copy))
             print(line(rows[-1]), flush=True)
-    return {"version": __version__, "machine": machine.name, "arch": machine.arch, "io": machine.io, "copy_GBs": copy, "rows": rows}
+        prefills = run_prefill(machine, quick) if machine.arch == "cpu" and "kda" in ops else []
+    return {"version": __version__, "machine": machine.name, "arch": machine.arch, "io": machine.io, "copy_GBs": copy, "rows": rows, "prefill": prefills}
+
+
+def run_prefill(machine, quick: bool) -> list[dict]:
+    from . import prefill
+
+    print(f"\n{prefill.header()}", flush=True)
+    rows = []
+    for problem in prefill.enumerate_prefills(quick):
+        rows.append(measure_prefill(problem, machine))
+        print(prefill.line(rows[-1]), flush=True)
+    return rows
+
+
+def measure_prefill(problem, machine) -> dict:
+    from .prefill import make
+
+    row = vars(problem) | timed(lambda: [make(problem, machine)], machine, problem.op)
+    return row if "error" in row else row | {"rate": problem.tokens * problem.heads / row["us"] * 1e6}
+
+
+def timed(make_calls, machine, op: str) -> dict:
+    """us and kernel of calls that take turns; make_calls gives (call, its `out`) of each. A wrong kernel or a result that is not a number
+    is an error, not a time."""
+    try:
+        calls = make_calls()
+        us = machine.median_us([run for run, _ in calls])
+        kernels = last_kernels()
+        if len(kernels) != 1 or not kernels[0].startswith(f"{op}.{machine.arch}."):
+            return {"failed": True, "error": f"FAILED: the kernel that ran is {', '.join(kernels) or 'none'}"}
+        values = machine.get(calls[0][1])
+        if not (abs(values) < float("inf")).all() or not values.any():  # False for NaN, which `out` was filled with
+            return {"failed": True, "error": "FAILED: the output is not finite, or zero; `python -m cula selftest` says more"}
+    except CulaError as error:
+        return {"failed": True, "error": f"FAILED: {type(error).__name__}: {error}"}
+    finally:
+        machine.release()
+    return {"us": us, "kernel": kernels[0]}
 
 
 def measure(problem: Problem, machine, copy: float) -> dict:
-    """One row. A wrong kernel or a result that is not a number is an error, not a time."""
+    """One row."""
     from .calls import make
 
     row = {"op": problem.op, "state": problem.state, "heads": list(problem.heads), "n": problem.n}
     if machine.arch == "cpu" and not machine.can_hold(problem.state):
         return row | {"error": "left out: numpy has no bfloat16 without ml_dtypes (pip install ml_dtypes)"}
-    sets = rotations(problem.state_bytes)
+    sets = rotations(problem.state_bytes, *machine.rotate)
     needed = sets * (problem.least_bytes - problem.state_bytes) + _SLACK
     if needed > machine.free_bytes():
         return row | {"error": f"left out: needs {needed / 1e9:.1f} GB of free memory"}
-    try:
-        calls = [make(problem, machine, seed) for seed in range(sets)]
-        us = machine.median_us([call.run for call in calls])
-        kernels = last_kernels()
-        if len(kernels) != 1 or not kernels[0].startswith(f"{problem.op}_decode.{machine.arch}."):
-            return row | {"failed": True, "error": f"FAILED: the kernel that ran is {', '.join(kernels) or 'none'}"}
-        values = machine.get(calls[0].out)
-        if not (abs(values) < float("inf")).all() or not values.any():  # False for NaN, which `out` was filled with
-            return row | {"failed": True, "error": "FAILED: the output is not finite, or zero; `python -m cula selftest` says more"}
-    except CulaError as error:
-        return row | {"failed": True, "error": f"FAILED: {type(error).__name__}: {error}"}
-    finally:
-        machine.release()
-    rate = problem.least_bytes / us / 1e3
-    return row | {"us": us, "bytes": problem.least_bytes, "GBs": rate, "share": rate / copy, "kernel": kernels[0]}
+    row |= timed(lambda: [make(problem, machine, seed) for seed in range(sets)], machine, f"{problem.op}_decode")
+    if "error" in row:
+        return row
+    rate = problem.least_bytes / row["us"] / 1e3
+    return row | {"bytes": problem.least_bytes, "GBs": rate, "share": rate / copy}
 
 
 def _machine(device: str):

@@ -14,6 +14,7 @@ import numpy as np
 from cula_loader import cuda
 
 from .calls import bf16_bits
+from .problems import GPU_ROTATE
 
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = 4 << 30
@@ -40,7 +41,7 @@ class Buffer:
 class Gpu:
     """One GPU; use it inside `with cuda.context_of(gpu.device)`."""
 
-    io = "bf16"
+    io, rotate = "bf16", GPU_ROTATE
 
     def __init__(self, facts: dict):
         """facts: the device's entry of cula.info()."""

@@ -12,7 +12,7 @@ QUICK_BATCHES = (1, 128)
 # query heads, value heads: Kimi Linear; Qwen3-Next on 1, 2 and 4 GPUs; GLA and MiniMax
 HEADS = {"kda": ((64, 64),), "gdn": ((16, 64), (8, 32), (4, 16)), "gla": ((64, 64),), "lightning": ((64, 64),)}
 STATE_BYTES = {"fp32": 4, "bf16": 2}
-ROTATE_BYTES = 600e6  # states of all rotated buffers together, several times what a cache holds
+GPU_ROTATE = (600e6, 48)  # bytes of the states of all rotated buffers together, several times an L2; most buffers, all in one graph
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,6 @@ def enumerate_problems(ops: tuple[str, ...] = tuple(HEADS), batches: tuple[int, 
             for n in batches]
 
 
-def rotations(state_bytes: int) -> int:
+def rotations(state_bytes: int, total: float, most: int) -> int:
     """How many sets of buffers the calls take turns on, so that no state is in a cache when its turn comes."""
-    return min(max(math.ceil(ROTATE_BYTES / state_bytes), 2), 48)
+    return min(max(math.ceil(total / state_bytes), 2), most)
