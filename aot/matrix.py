@@ -24,7 +24,7 @@ OPS = ROOT / "aot" / "ops"
 IO = ("fp32", "bf16", "fp16")
 STATE = ("", "fp32", "bf16")
 LAYOUT = ("", "vk", "kv")
-VARIANT = ("", "prep", "prep_gf32", "state", "scan", "carry")  # which of the kernels that a call of the op launches
+VARIANT = ("", "prep", "prep_gf32", "state", "scan", "carry", "state_checkpoints")  # which of the kernels that a call of the op launches
 TOOLCHAINS = ("cute_dsl", "cutlass", "cpu")
 AXES = ("op", "arch", "io", "state", "k", "v", "layout", "variant")
 

@@ -87,7 +87,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
                     be given. Negative, out of range, or equal to null_slot: start from zero, store nothing
         checkpoints, checkpoint_index   a pool (which may be the memory of the others) and [N,C] slots in it: the state of sequence n after
                     (j + 1) * checkpoint_interval of its tokens is stored in slot checkpoint_index[n,j]; checkpoint_interval is a multiple
-                    of 32. No GPU kernel stores checkpoints yet
+                    of 32
         out         as v; None: a new array of v's framework, whose rows of no sequence hold anything. It may not overlap anything
     Options
         l2norm, scale, state_layout, num_threads, stream, donate   as in kda_decode

@@ -41,10 +41,10 @@ ARCHS = {"cpu": 1, "sm90": 90, "sm120": 120}
 DECODE_OPS = {"kda_decode": 1, "gdn_decode": 2, "gla_decode": 3, "lightning_decode": 4}
 PREFILL_OPS = {"kda_prefill": 8}
 GATE_OPS = {"kda_gate": 16, "gdn_gate": 17, "l2norm": 18}
-VARIANT = ("none", "prep", "prep_gf32", "state", "scan", "carry")
+VARIANT = ("none", "prep", "prep_gf32", "state", "scan", "carry", "state_checkpoints")
 PREFILL_SMEM = {
-    "sm90": {"prep": 60464, "prep_gf32": 60464, "state": 107648, "scan": 107648, "carry": 70144},
-    "sm120": {"prep": 60464, "prep_gf32": 60464, "state": 73856, "scan": 73856, "carry": 70144},
+    "sm90": {"prep": 60464, "prep_gf32": 60464, "state": 107648, "state_checkpoints": 107648, "scan": 107648, "carry": 70144},
+    "sm120": {"prep": 60464, "prep_gf32": 60464, "state": 73856, "state_checkpoints": 73856, "scan": 73856, "carry": 70144},
 }
 IO = {"fp32": 0, "bf16": 1, "fp16": 2}
 STATE = {"fp32": 0, "bf16": 1}
@@ -77,7 +77,7 @@ def family_of(kernel_id: str) -> str:
     """Whose parameters a kernel takes: a name of DEFS. For ops of one kernel (on the CPU) the op's name will do."""
     op, last = kernel_id.split(".")[0], kernel_id.split(".")[-1]
     if op in PREFILL_OPS:
-        return {"prep_gf32": "prep", "scan": "state", "vk": "prefill_cpu", "kv": "prefill_cpu", op: "prefill_cpu"}.get(last, last)
+        return {"prep_gf32": "prep", "scan": "state", "state_checkpoints": "state", "vk": "prefill_cpu", "kv": "prefill_cpu", op: "prefill_cpu"}.get(last, last)
     return "decode" if op in DECODE_OPS else "l2norm" if op == "l2norm" else "gate"
 
 
@@ -120,7 +120,7 @@ def table_rows() -> list[tuple[tuple, str]]:
             for io in ("bf16", "fp16"):
                 rows += [((a, 8, IO[io], 0, 0, code, 128, 128), f"{name}.{io}.k128.v128.{VARIANT[code]}") for code in (1, 2)]
                 rows += [((a, 8, IO[io], s, lay, code, 128, 128), f"{name}.{io}.s{state}.k128.v128.{layout}.{VARIANT[code]}")
-                         for state, s in STATE.items() for layout, lay in LAYOUT.items() for code in (3, 4)]
+                         for state, s in STATE.items() for layout, lay in LAYOUT.items() for code in (3, 4, 6)]
             rows.append(((a, 8, 0, 0, 0, 5, 128, 128), f"{name}.fp32.k128.v128.carry"))
         for op, o in GATE_OPS.items():
             rows += [((a, o, i, 0, 0, 0, 0, 0), f"{op}.{arch}.{io}") for io, i in IO.items()]

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from tests.capi import abi, standin
-from tests.capi.abi import CPU, GPU, OK
+from tests.capi.abi import CPU, GPU, OK, tensor
 from tests.capi.calls import decode, gate, l2norm, prefill
+from tests.capi.test_decode_rules import with_
 
 ARTIFACTS = standin.ROOT / "artifacts"
 pytestmark = pytest.mark.skipif(not (ARTIFACTS / "manifest.json").exists(), reason="no artifacts/: run `make artifacts`")
@@ -34,7 +35,11 @@ def call_for(k):
     if k["op"] == "kda_prefill":  # with two segments every kernel has a part
         io = "bf16" if k["variant"] == "carry" else k["io"]
         gate_dtype = "fp32" if k["variant"] == "prep_gf32" else "fp16"
-        return prefill(io=io, state=k["state"] or "fp32", layout=k["layout"] or "vk", gate_dtype=gate_dtype, segments=2, device=device)
+        call = prefill(io=io, state=k["state"] or "fp32", layout=k["layout"] or "vk", gate_dtype=gate_dtype, segments=2, device=device)
+        if k["variant"] == "state_checkpoints":
+            call.args.checkpoint_interval = 64
+            call = with_(call, checkpoints=tensor([9, 4, 128, 128], k["state"], device=device), checkpoint_index=tensor([2, 1], "i32", device=device))
+        return call
     if k["op"] == "l2norm":
         return l2norm(io=k["io"], device=device)
     return gate(k["op"], (5, 4, 128) if k["op"] == "kda_gate" else (5, 64), io=k["io"], device=device)

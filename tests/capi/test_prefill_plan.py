@@ -72,7 +72,12 @@ def random_problem(rng):
         with_(call, write_index=tensor([n], rng.choice(["i32", "i64"])))
     if call.tensors["state"] is not None and (call.tensors["state_out"] is None or "write_index" in call.tensors) and rng.random() < 0.6:
         with_(call, read_index=tensor([n], rng.choice(["i32", "i64"])))
-    pools = [call.tensors[name] for name in ("state", "state_out") if call.tensors[name] is not None]
+    if rng.random() < 0.3:
+        call.args.checkpoint_interval = rng.choice([32, 64, 1024, 2**20])
+        columns = t // call.args.checkpoint_interval + rng.randint(0, 2)
+        with_(call, checkpoints=tensor([rng.randint(1, 99), hv, 128, 128], state, strides, data=1 << 52),
+              checkpoint_index=tensor([n, columns], rng.choice(["i32", "i64"]), data=1 << 53))
+    pools = [x for name in ("state", "state_out", "checkpoints") if (x := call.tensors.get(name)) is not None]
     if pools and rng.random() < 0.3:
         call.args.has_null_slot, call.args.null_slot = 1, rng.choice([0, -1, 5, 2**40])
     return call, (n, t, h, hv), (io, state if pools else "fp32", layout)
@@ -112,13 +117,16 @@ def expected(call, dims, kinds, sms, arch):
     prep |= {"mode.gate_raw": int(a.gate_kind == 3), "mode.beta_kind": a.beta_kind, "mode.l2norm": a.l2norm}
     prep |= {f"mode.{name.lower()}_dtype": CODE[name_of(x.get(name))] for name in ("gate", "A_log", "dt_bias", "beta")}
     main = {**shared, **strides("v"), **strides("out"), "carry": BASE + records + flags, "v": address(x["v"]), "out": address(x["out"]), "segments": segments}
-    for name, pool, slot, head, slots in (("state", "state_in", "in_slot", "in_h", "in_slots"), ("state_out", "state_out", "out_slot", "out_state_h", "out_slots")):
+    for name, pool, slot, head, slots in (("state", "state_in", "in_slot", "in_h", "in_slots"), ("state_out", "state_out", "out_slot", "out_state_h", "out_slots"),
+                                          ("checkpoints", "checkpoints", "checkpoint_slot", "checkpoint_h", "checkpoint_slots")):
         given = x.get(name)
         main[pool] = address(given)
         main[slot], main[head] = strides_of(given)[:2] if given is not None else (0, 0)
         main[slots] = given.shape[0] if given is not None else 0
     main |= dict(read_index=address(x.get("read_index")), write_index=address(x.get("write_index")), null_slot=a.null_slot if a.has_null_slot else -(2**63))
-    main |= {"mode.read_dtype": index("read_index"), "mode.write_dtype": index("write_index")}
+    main |= {"mode.read_dtype": index("read_index"), "mode.write_dtype": index("write_index"), "mode.checkpoint_dtype": index("checkpoint_index")}
+    kept = x.get("checkpoint_index")
+    main |= dict(checkpoint_index=address(kept) if kept and kept.shape[1] else 0, checkpoint_columns=kept.shape[1] if kept else 0, checkpoint_chunks=a.checkpoint_interval // 32)
     gpu = f"kda_prefill.{arch}.{io}"
     pools = f"{gpu}.s{state}.k128.v128.{layout}"
     launches = [(f"{gpu}.k128.v128.{'prep_gf32' if name_of(x['gate']) == 'fp32' else 'prep'}", min(chunks * hv, sms * PREP_BLOCKS[arch][overlap]), 256, False, prep)]
@@ -127,7 +135,7 @@ def expected(call, dims, kinds, sms, arch):
         between |= {key: shared[key] for key in ("flags", "cu_seqlens", "tokens", "hv", "chunks", "mode.cu_dtype")}
         launches.append((f"{pools}.scan", 4 * n * hv * (segments - 1), 128, overlap, main))
         launches.append((f"kda_prefill.{arch}.fp32.k128.v128.carry", 16 * n * hv, 128, overlap, between))
-    launches.append((f"{pools}.state", 2 * n * hv * segments, 128, overlap, main))
+    launches.append((f"{pools}.state{'_checkpoints' if kept else ''}", 2 * n * hv * segments, 128, overlap, main))
     return launches, size
 
 

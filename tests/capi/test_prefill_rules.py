@@ -161,7 +161,6 @@ REFUSED = [
     ("q is float32; on a GPU q, k, v and out must be bf16 or fp16", lambda: prefill(io="fp32")),
     ("head_dim_k is 64 and head_dim_v 64; on a GPU built for 128 and 128", lambda: prefill(k=64, v=64)),
     ("head_dim_k is 128 and head_dim_v 256; on a GPU built for 128 and 128", lambda: prefill(v=256)),
-    ("checkpoints is given; no kernel for a GPU stores checkpoints", checkpointed),
     (UNALIGNED.format(51200, 512, 128, "bf16", 16), lambda: at("v", 8)),
     (UNALIGNED.format(51200, 512, 128, "bf16", 16), lambda: at("out", 8)),
     (UNALIGNED.format(25600, 256, 128, "bf16", 8), lambda: at("q", 4)),

@@ -21,7 +21,7 @@ DTYPES = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32}
 
 
 @functools.cache
-def compiled(io, state, layout, scan, arch):
+def compiled(io, state, layout, scan, arch, checkpointed=False):
     """The PTX that the build assembles for an arch, and the dynamic shared memory of a launch."""
     kernel = pytest.importorskip("aot.ops.chunk.state", reason="needs the CuTe DSL")
     from aot.archs import ARCHS
@@ -30,7 +30,7 @@ def compiled(io, state, layout, scan, arch):
 
     form = FORMS[arch]
     assert form.loop == "mma"
-    made = kernel.compile_state(io, state, layout, toolchain.ptxas(), scan, ARCHS[arch].target, form.loop, form.depth)
+    made = kernel.compile_state(io, state, layout, toolchain.ptxas(), scan, ARCHS[arch].target, form.loop, form.depth, checkpointed)
     return made["ptx"], made["max_dynamic_smem"]
 
 
@@ -80,8 +80,8 @@ def recurrence(S, images, v, rows):
 class Case:
     """Buffers of one call, everything that a kernel writes poisoned."""
 
-    def __init__(self, lens, hv, *, io="bf16", state="fp32", layout="vk", cu=None, index=None, segments=1, bits=None, extra=0, seed=0):
-        """bits: what each chunk's flag says that it forgets (record.h)."""
+    def __init__(self, lens, hv, *, io="bf16", state="fp32", layout="vk", cu=None, index=None, segments=1, bits=None, extra=0, keep=None, seed=0):
+        """bits: what each chunk's flag says that it forgets (record.h). keep: (chunks from one checkpoint to the next, their slots [n, C])."""
         rng = np.random.default_rng(seed)
         n = len(lens)
         self.lens, self.hv, self.io, self.state, self.layout, self.segments = lens, hv, io, state, layout, segments
@@ -109,6 +109,8 @@ class Case:
         if index is not None:
             self.read, self.write = rng.permutation(slots)[:n], rng.permutation(slots)[:n]
             self.read[0] = -1
+        self.keep = keep and (keep[0], np.array(keep[1], np.int32))
+        self.kept = np.full((9, hv, DIM, DIM), 0x7FC0 if state == "bf16" else np.nan, DTYPES[state])
         self.carry = np.full((n, hv, segments, 2, DIM, DIM), np.nan, np.float32)
         integer = {None: None, "i32": np.int32, "i64": np.int64}
         self.cu = None if cu is None else np.array([0, *np.cumsum(lens)], integer[cu])
@@ -121,13 +123,16 @@ class Case:
             state_in=at(self.pool), state_out=at(self.final), read_index=at(self.indices[0]), write_index=at(self.indices[1]),
             v_b=tokens * row, v_t=row, v_h=DIM, out_b=tokens * row, out_t=row, out_h=DIM, in_slot=hv * DIM * DIM, in_h=DIM * DIM,
             out_slot=hv * DIM * DIM, out_state_h=DIM * DIM, in_slots=slots, out_slots=slots, null_slot=-(2**63), tokens=tokens, hv=hv,
-            head_group=max(1, hv - 1), sequences=n, chunks=chunks, segments=segments, modes=code[cu] | code[index] << 2 | code[index] << 4,
+            head_group=max(1, hv - 1), sequences=n, chunks=chunks, segments=segments, modes=code[cu] | code[index] << 2 | code[index] << 4 | bool(keep) << 6,
+            checkpoints=at(self.kept), checkpoint_index=at(self.keep[1]) if keep else 0, checkpoint_slot=hv * DIM * DIM, checkpoint_h=DIM * DIM,
+            checkpoint_slots=len(self.kept), checkpoint_columns=self.keep[1].shape[1] if keep else 0, checkpoint_chunks=self.keep[0] if keep else 0,
         )  # fmt: skip
         self.parameters = [given[name] for name, _ in standin.params("state")]
-        self.buffers = [x for x in (self.records, self.flags, self.carry, self.v, self.out, self.cu, self.pool, self.final, *self.indices) if x is not None]
+        self.buffers = [x for x in (self.records, self.flags, self.carry, self.v, self.out, self.cu, self.pool, self.final, self.kept, self.keep and self.keep[1],
+                                    *self.indices) if x is not None]
 
     def run(self, arch, scan, late, seed, change=lambda text: text):
-        text, shared = compiled(self.io, self.state, self.layout, scan, arch)
+        text, shared = compiled(self.io, self.state, self.layout, scan, arch, bool(self.keep) and not scan)
         program = Program(change(text))
         rng = np.random.default_rng(seed)
         due = list(self.due)
@@ -184,6 +189,36 @@ def test_main_form(arch, late, what):
     case.run(arch, False, late, seed=1)
     o, state = case.errors()
     assert o < LIMIT and state < LIMIT
+
+
+@pytest.mark.parametrize("arch, keep, what", [
+    # Of 70, 0 and 33 tokens two, none and one whole chunk; a void slot, one that is not there; more intervals than columns
+    ("sm120", (1, [[3, 8], [0, 1], [5, 2]]), dict(lens=[70, 0, 33], hv=1, cu="i32")),
+    ("sm100", (2, [[-1, 4]]), dict(lens=[225], hv=1, state="bf16", layout="kv")),
+    ("sm103", (1, [[9, 6, 1, 2]]), dict(lens=[170], hv=1, segments=3, bits=[40] * 6)),
+])  # fmt: skip
+def test_checkpoints(arch, keep, what):
+    case = Case(**what, keep=keep)
+    case.run(arch, False, True, seed=5)
+    o, state = case.errors() if case.segments == 1 else (0, 0)
+    assert o < LIMIT and state < LIMIT
+    stored_slots = set()
+    for s, slots in enumerate(keep[1]):
+        for j, slot in enumerate(slots):
+            chunks = (j + 1) * keep[0]
+            if chunks * CHUNK > case.lens[s] or not 0 <= slot < len(case.kept):
+                continue
+            initial, images, v = case.chain(s, 0)
+            each = -(-len(images) // case.segments)
+            segment = (chunks - 1) // each
+            first = segment * each - (1 if segment else 0)  # a segment starts a chunk earlier, from zero
+            S = recurrence(initial if segment == 0 else np.zeros((DIM, DIM)), images[first:chunks], v[first * CHUNK : chunks * CHUNK], DIM)[1]
+            want = values(stored(S if case.layout == "vk" else S.T, case.state), case.state)
+            got = values(case.kept[slot, 0], case.state)
+            assert np.linalg.norm(got - want) < LIMIT * np.linalg.norm(want), (s, j)
+            stored_slots.add(slot)
+    others = [slot for slot in range(len(case.kept)) if slot not in stored_slots]
+    assert stored_slots and np.isnan(values(case.kept[others], case.state)).all()
 
 
 def warm_chunks(bits, chunk):

@@ -153,29 +153,7 @@ def test_pools_that_are_not_there(given):
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_checkpoints_are_the_states_on_the_way(layout, fixed):
-    """After every 64 tokens, to the slots that are named; a void index and an interval that is not full store nothing."""
-    p = make(**exact(lens=[200, 200] if fixed else [200, 63, 128, 0], fixed=fixed, seed=45, device="cpu"))
-    n, pool = len(p.lens), torch.full((12, 2, 128, 128), NAN)
-    index = torch.full((n, 3), -1, dtype=torch.int32)
-    index[0] = torch.tensor([3, 7, 1])
-    last = 1 if fixed else 2
-    index[last, :2] = torch.tensor([5, 0])
-    if not fixed:
-        index[1, 0] = 9  # 63 tokens: no interval is full
-    a = arguments(p, state=p.h0, checkpoints=pool, checkpoint_index=index, checkpoint_interval=64, state_layout="vk") | dict(state_layout=layout)
-    a["state"] = laid_out(p.h0, layout)
-    prefill(**a)
-    check(p, a["out"], None, FLOAT32)
-    stored = set()
-    for i, j in ((0, 0), (0, 1), (0, 2), (last, 0), (last, 1)):
-        part = make(**exact(lens=[1], seed=0, device="cpu"))
-        for name in ("q", "k", "v", "gate", "beta"):
-            setattr(part, name, p.of_sequence(getattr(p, name), i)[None, : 64 * (j + 1)])
-        part.lens, part.raw, part.h0 = [64 * (j + 1)], p.raw, p.h0[i : i + 1]
-        slot = int(index[i, j])
-        stored.add(slot)
-        assert pf.error(laid_out(pool[slot][None], layout), pf.reference(part)[1]) <= 2 * FLOAT32, (i, j)
-    assert all(pool[s].isnan().all() for s in range(12) if s not in stored)
+    pf.check_checkpoints(make(**exact(lens=[200, 200] if fixed else [200, 63, 128, 0], fixed=fixed, seed=45, device="cpu")), layout, FLOAT32)
 
 
 @pytest.mark.parametrize("packed", [False, True])

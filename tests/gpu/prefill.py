@@ -12,6 +12,7 @@ comes in through U once more: CORRELATED = sqrt(2) 5.0e-3 and a tenth.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def arguments(p: Problem, **kw) -> dict:
     return dict(q=p.q, k=p.k, v=p.v, gate=p.gate, beta=p.beta, out=out, cu_seqlens=cu_seqlens(p), **p.raw, **p.options) | kw
 
 
-def kernels_of(p: Problem, state="fp32", layout="vk", segments=1) -> tuple[str, ...]:
+def kernels_of(p: Problem, state="fp32", layout="vk", segments=1, checkpoints=False) -> tuple[str, ...]:
     """Ids of the kernels that a call with these options must launch."""
     io = NAMES[p.q.dtype]
     op = f"kda_prefill.{arch_of(p.q.device.type)}"
@@ -168,7 +169,7 @@ def kernels_of(p: Problem, state="fp32", layout="vk", segments=1) -> tuple[str, 
     prep = f"{op}.{io}.k128.v128.prep{'_gf32' if p.gate.dtype == f32 else ''}"
     pools = f"{op}.{io}.s{state}.k128.v128.{layout}"
     between = (f"{pools}.scan", f"{op}.fp32.k128.v128.carry") if segments > 1 else ()
-    return (prep, *between, f"{pools}.state")
+    return (prep, *between, f"{pools}.state{'_checkpoints' if checkpoints else ''}")
 
 
 def check(p: Problem, out: torch.Tensor, states: torch.Tensor | None, limit=LIMIT, l2norm=True, scale=None) -> None:
@@ -187,6 +188,32 @@ def check(p: Problem, out: torch.Tensor, states: torch.Tensor | None, limit=LIMI
     if not p.fixed:
         covered = p.starts[-1]
         assert out[0, : p.before].isnan().all() and out[0, covered:].isnan().all(), "a row of no sequence was written"
+
+
+def check_checkpoints(p: Problem, layout: str, limit: float, **kw) -> None:
+    """States after every 64 tokens go to the slots that are named; a void index and an interval that is not full store nothing.
+    p: 200 tokens in the first sequence; then, in a fixed batch, 200, else 63, 128 and 0."""
+    device, hv = p.v.device, p.v.shape[2]
+    n, pool = len(p.lens), torch.full((12, hv, D, D), NAN, device=device)
+    index = torch.full((n, 3), -1, dtype=torch.int32)
+    index[0] = torch.tensor([3, 7, 1])
+    last = 1 if p.fixed else 2
+    index[last, :2] = torch.tensor([5, 0])
+    if not p.fixed:
+        index[1, 0] = 9  # 63 tokens: no interval is full
+    a = arguments(p, state=laid_out(p.h0, layout), checkpoints=pool, checkpoint_index=index.to(device), checkpoint_interval=64, state_layout=layout, **kw)
+    cula.kda.kda_prefill(**a)
+    if device.type == "cuda":
+        assert cula.last_kernels() == kernels_of(p, layout=layout, segments=kw.get("segments", 1), checkpoints=True)
+    check(p, a["out"], None, limit)
+    stored = set()
+    for i, j in ((0, 0), (0, 1), (0, 2), (last, 0), (last, 1)):
+        part = dataclasses.replace(p, lens=[64 * (j + 1)], fixed=True, h0=p.h0[i : i + 1],
+                                   **{name: p.of_sequence(getattr(p, name), i)[None, : 64 * (j + 1)] for name in ("q", "k", "v", "gate", "beta")})
+        slot = int(index[i, j])
+        stored.add(slot)
+        assert error(laid_out(pool[slot][None], layout), reference(part)[1]) <= 2 * limit, (i, j)
+    assert all(pool[s].isnan().all() for s in range(12) if s not in stored)
 
 
 _CODES = {f32: "fp32", bf16: "bf16", fp16: "fp16", torch.int32: "i32", torch.int64: "i64"}

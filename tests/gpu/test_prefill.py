@@ -184,6 +184,12 @@ def test_void_indexes(segments):
 
 
 @gpu
+@pytest.mark.parametrize("layout, fixed, segments, exact", [("vk", False, 1, False), ("kv", True, 1, False), ("kv", False, 3, False), ("vk", True, 3, True)])
+def test_checkpoints_are_the_states_on_the_way(layout, fixed, segments, exact):
+    pf.check_checkpoints(make([200, 200] if fixed else [200, 63, 128, 0], fixed=fixed, seed=49), layout, LIMIT, segments=segments, exact=exact)
+
+
+@gpu
 @pytest.mark.parametrize("given", ["neither", "initial", "final"])
 def test_pools_that_are_not_there(given):
     p = make([100, 1, 0, 64], seed=44)

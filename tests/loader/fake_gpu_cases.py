@@ -295,8 +295,9 @@ def case_a_prefill_that_fails_gives_its_memory_back():
     raises(cula.CudaError, "cuMemAllocFromPoolAsync of", cula.kda.kda_prefill, **call, stream=0x99)
     assert not gpu.memory_log() and cula.last_kernels() == ()
     gpu.set(allocation_result=0)
-    raises(cula.UnsupportedError, "checkpoints is given", cula.kda.kda_prefill, **call, checkpoints=gpu.tensor(torch.zeros(2, 4, 128, 128)),
-           checkpoint_index=gpu.tensor(torch.zeros(1, 3, dtype=torch.int32)), checkpoint_interval=32)
+    b, t, hv, _ = call["v"].shape
+    narrow = {name: gpu.tensor(torch.zeros(b, t, hv, 64, dtype=torch.bfloat16)) for name in ("q", "k", "v", "gate", "out")}
+    raises(cula.UnsupportedError, "head_dim_k is 64 and head_dim_v 64", cula.kda.kda_prefill, **call | narrow)
     assert not gpu.memory_log()
 
 

@@ -9,7 +9,7 @@ namespace cula {
 enum class DType : uint8_t { f32 = 0, bf16 = 1, fp16 = 2, none = 3 };
 
 // Which of the kernels that a call launches, for ops that launch several. Order as in aot/matrix.py.
-enum class Variant : uint8_t { none, prep, prep_gf32, state, scan, carry };
+enum class Variant : uint8_t { none, prep, prep_gf32, state, scan, carry, state_checkpoints };
 
 // What picks a kernel. Axes that an op does not have are 0.
 struct KernelKey {

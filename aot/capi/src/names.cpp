@@ -38,7 +38,7 @@ const char* dtype_name(DType dtype) noexcept {
 }
 
 const char* variant_name(Variant variant) noexcept {
-  static constexpr const char* kNames[] = {"", "prep", "prep_gf32", "state", "scan", "carry"};
+  static constexpr const char* kNames[] = {"", "prep", "prep_gf32", "state", "scan", "carry", "state_checkpoints"};
   const char* name = at(kNames, static_cast<int32_t>(variant));
   return name != nullptr ? name : "?";
 }

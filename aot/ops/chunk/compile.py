@@ -16,9 +16,10 @@ FORMS = {"sm90": Form("wgmma", 3), "sm100": Form("mma", 3), "sm103": Form("mma",
 
 
 def compile_state(spec, out_dir):
-    """One kernel: its cubin, entry symbol, block and dynamic shared memory. spec: aot.matrix.KernelSpec, variant "state" or "scan"."""
+    """One kernel: its cubin, entry symbol, block and dynamic shared memory. spec: aot.matrix.KernelSpec, variant "state", "state_checkpoints" or "scan"."""
     form = FORMS[spec.arch]
     made = state.compile_state(
-        spec.io, spec.state, spec.layout, toolchain.ptxas(), spec.variant == "scan", ARCHS[spec.arch].target, form.loop, form.depth
+        spec.io, spec.state, spec.layout, toolchain.ptxas(), spec.variant == "scan", ARCHS[spec.arch].target, form.loop, form.depth,
+        spec.variant == "state_checkpoints",
     )
     return {name: made[name] for name in ("cubin", "entry", "block", "max_dynamic_smem")}

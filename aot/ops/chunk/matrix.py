@@ -2,6 +2,7 @@
 
     prep, prep_gf32   records from q, k, gate and beta; the gate 16 bits wide, or float32
     state             the recurrence over the records: outputs and final states
+    state_checkpoints that, with the state of every so many tokens kept: a kernel of its own, so that the loop of the other has none of it
     scan, carry       with segments: the states between them. carry computes in float32 whatever io is
 
 Prep and carry do not see the state pools, so they have no axis of them. Gate and beta forms, dtypes of what is small and
@@ -36,7 +37,7 @@ MATRICES = (
     _prep("prep_gf32", ("CULA_GATE_F32",)),
     OpMatrix(
         family="chunk",
-        axes=dict(op=("kda_prefill",), arch=GPU, io=("bf16", "fp16"), state=("fp32", "bf16"), **DIMS, layout=("vk", "kv"), variant=("state", "scan")),
+        axes=dict(op=("kda_prefill",), arch=GPU, io=("bf16", "fp16"), state=("fp32", "bf16"), **DIMS, layout=("vk", "kv"), variant=("state", "state_checkpoints", "scan")),
         routes=(Route(GPU, "cute_dsl", "aot.ops.chunk.compile:compile_state", "aot/ops/chunk/params_state.def", smem_carveout=LARGEST_CARVEOUT),),
     ),
     OpMatrix(

@@ -161,7 +161,6 @@ cula_status check_gpu(const Problem& p) noexcept {
     return fail(CULA_ERR_UNSUPPORTED, "%s: head_dim_k is %lld and head_dim_v %lld; on a GPU built for %d and %d", p.op, static_cast<long long>(p.dim_k),
                 static_cast<long long>(p.dim_v), static_cast<int>(kHeadDim), static_cast<int>(kHeadDim));
   }
-  if (present(p.checkpoints)) return fail(CULA_ERR_UNSUPPORTED, "%s: checkpoints is given; no kernel for a GPU stores checkpoints", p.op);
   CULA_TRY(check_rows(p, p.v, p.v_at, 16));
   CULA_TRY(check_rows(p, p.out, p.out_at, 16));
   CULA_TRY(check_rows(p, p.q, p.q_at, 4 * p.q.itemsize));
@@ -228,10 +227,18 @@ StateParams state_params(const Problem& p, const Choice& c, const Workspace& w) 
   d.sequences = static_cast<int32_t>(p.n);
   d.chunks = static_cast<int32_t>(w.chunks);
   d.segments = c.segments;
+  d.checkpoints = p.checkpoints.data, d.checkpoint_index = p.checkpoint_index.data;
+  d.checkpoint_slot = d.checkpoint_h = d.checkpoint_slots = 0;
+  if (present(p.checkpoints)) {
+    d.checkpoint_slot = p.checkpoints.stride[0], d.checkpoint_h = p.checkpoints.stride[1], d.checkpoint_slots = p.checkpoints.shape[0];
+  }
+  d.checkpoint_columns = p.checkpoint_columns;
+  d.checkpoint_chunks = p.args->checkpoint_interval / kChunkTokens;
   StateParamsModes m;
   m.cu_dtype = index_code(p.cu);
   m.read_dtype = index_code(p.read);
   m.write_dtype = index_code(p.write);
+  m.checkpoint_dtype = index_code(p.checkpoint_index);
   d.modes = m.pack();
   return d;
 }
@@ -252,7 +259,7 @@ cula_status select_kernels(const Request& request, const Problem& p, const Targe
   CULA_TRY(select_kernel(request.name, key, kPrepParamCount, &kernels->prep));
   key.state = static_cast<uint8_t>(state_dtype(p));
   key.layout = static_cast<uint8_t>(p.args->state_layout);
-  key.variant = Variant::state;
+  key.variant = present(p.checkpoints) ? Variant::state_checkpoints : Variant::state;
   CULA_TRY(select_kernel(request.name, key, kStateParamCount, &kernels->state));
   if (c.segments == 1) return CULA_OK;
   key.variant = Variant::scan;

@@ -41,7 +41,7 @@ from cutlass.cute.runtime import make_fake_stream
 from aot.ops.chunk import state_loop_mma, state_loop_wgmma
 from aot.ops.chunk.state_parts import (
     CHUNK, DIM, DTYPES, OUT_PITCH, PARAMS, REC_BYTES, REGISTERS, ROWS, STAGE_BYTES, STAGE_V, THREADS, TYPES, Loop, await_record, bring_record,
-    bring_values, load_acquire, load_index, pointer, smem_bytes, staged, store_release, warm_chunks,
+    bring_values, load_acquire, load_index, pointer, smem_bytes, staged, store_release, store_state, warm_chunks, Checkpoints,
 )  # fmt: skip
 
 LOOPS = {"wgmma": state_loop_wgmma, "mma": state_loop_mma}
@@ -52,9 +52,10 @@ def kda_state(
     records: Int64, flags: Int64, carry: Int64, v: Int64, out: Int64, cu_seqlens: Int64, state_in: Int64, state_out: Int64,
     read_index: Int64, write_index: Int64, v_b: Int64, v_t: Int64, v_h: Int64, out_b: Int64, out_t: Int64, out_h: Int64,
     in_slot: Int64, in_h: Int64, out_slot: Int64, out_state_h: Int64, in_slots: Int64, out_slots: Int64, null_slot: Int64,
-    tokens: Int64, hv: Int32, head_group: Int32, sequences: Int32, chunks: Int32, segments: Int32, modes: Int32,
+    tokens: Int64, hv: Int32, head_group: Int32, sequences: Int32, chunks: Int32, segments: Int32, checkpoints: Int64, checkpoint_index: Int64,
+    checkpoint_slot: Int64, checkpoint_h: Int64, checkpoint_slots: Int64, checkpoint_columns: Int64, checkpoint_chunks: Int64, modes: Int32,
     io: cutlass.Constexpr, state_dtype: cutlass.Constexpr, layout: cutlass.Constexpr, scan: cutlass.Constexpr,
-    form: cutlass.Constexpr, depth: cutlass.Constexpr,
+    form: cutlass.Constexpr, depth: cutlass.Constexpr, checkpointed: cutlass.Constexpr,
 ):  # fmt: skip
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -208,9 +209,18 @@ def kda_state(
         cute.arch.cp_async_wait_group(depth - 2)
         cute.arch.sync_warp()
         cute.copy(load_v, load_v.partition_S(s_v[(None, None, 0)]), load_v.retile(v_next))
+    stores = None
+    if cutlass.const_expr(checkpointed):
+        before = Int64(skip - warm)  # chunks of the sequence before the block's first
+        size = state_dtype.width // 8
+        stores = Checkpoints(
+            checkpoints + (Int64(head) * checkpoint_h + half_offset) * size, checkpoint_slot * size, checkpoint_slots, checkpoint_index,
+            (modes >> 6) & 3, sequence * checkpoint_columns, before // checkpoint_chunks, checkpoint_columns, checkpoint_chunks,
+            checkpoint_chunks - before % checkpoint_chunks, null_slot, length32, state_dtype, layout,
+        )  # fmt: skip
     x = Loop(
         count, warm, ready, flags, records, record_step, v, v_16, v_left, v_to, g_out, out_16, warp_id, lane, modes,
-        stages, bars, s_v, s_out, s_rows, load_v, store_o, S, R, U, O, v_next, o_prev, o_rows,
+        stages, bars, s_v, s_out, s_rows, load_v, store_o, S, R, U, O, v_next, o_prev, o_rows, stores,
     )  # fmt: skip
     g_out = loop.run(x, tokens_mma, update_mma, thread, io, scan, depth)
     if cutlass.const_expr(scan):
@@ -235,10 +245,7 @@ def kda_state(
                     while read == 0:
                         read = load_acquire(started)
                 address = state_out + (slot * out_slot + Int64(head) * out_state_h + half_offset) * (state_dtype.width // 8)
-                dst = mma_kr.partition_C(cute.make_tensor(pointer(state_dtype, address), l_state))
-                stored = cute.make_rmem_tensor(S.layout, state_dtype)
-                stored.store(S.load().to(state_dtype))
-                cute.autovec_copy(stored, dst)
+                store_state(S, mma_kr, address, state_dtype, layout)
     # See above: the launch counts as finished when what went before it is.
     if block == 0:
         if cutlass.const_expr(scan):
@@ -261,9 +268,9 @@ def assemble(ptx, registers, ptxas, target):
         return cubin.read_bytes(), run.stderr
 
 
-def compile_state(io, state, layout, ptxas, scan=False, target="sm_90a", form="wgmma", depth=3):
+def compile_state(io, state, layout, ptxas, scan=False, target="sm_90a", form="wgmma", depth=3, checkpointed=False):
     """One kernel: cubin, entry symbol, block, dynamic shared memory, the assembler's report and its input. io: bf16, fp16; state: fp32,
-    bf16; layout: vk, kv. scan: the form without outputs. ptxas: path of the assembler. form: of LOOPS; depth: stages of records."""
+    bf16; layout: vk, kv. scan: the form without outputs; checkpointed: that with checkpoints. ptxas: path of the assembler. form: of LOOPS; depth: stages of records."""
     if depth < 2 or form == "wgmma" and depth != 3:
         raise ValueError(f"the loop by {form} has no order for {depth} stages; wgmma has 3, mma 2 or more")
     smem = smem_bytes(depth)
@@ -272,7 +279,7 @@ def compile_state(io, state, layout, ptxas, scan=False, target="sm_90a", form="w
     def host(value: Int64, stream: driver.CUstream):
         # Values do not matter: only the code is kept. They are run-time values so that nothing of them is compiled in.
         arguments = [TYPES[kind](value) for _, kind in PARAMS]
-        kda_state(*arguments, DTYPES[io], DTYPES[state], layout, scan, form, depth).launch(
+        kda_state(*arguments, DTYPES[io], DTYPES[state], layout, scan, form, depth, checkpointed).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), smem=smem, stream=stream, preferred_smem_carveout=0
         )
 

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp
 
 from aot.ops.chunk import state_operands as at
 from aot.ops.chunk.state_parts import (
-    CHUNK, DIM, REC_DECAY, REC_KD, REC_KR, REC_P, REC_QD, REC_T, ROWS, STAGE_BYTES, Loop, await_record, bring_record, bring_values, pointer,
+    CHUNK, DIM, REC_DECAY, REC_KD, REC_KR, REC_P, REC_QD, REC_T, ROWS, STAGE_BYTES, Loop, await_record, bring_record, bring_values, checkpoint, pointer,
 )  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def run(x: Loop, mma, update_mma, thread, io: cutlass.Constexpr, scan: cutlass.C
     ready, records, v, v_left, g_out = x.ready, x.records, x.v, x.v_left, x.g_out
     lane_kd, lane_kr, lane_p = at.tokens_by_channels(lane), at.channels_by_tokens(lane), at.queries_by_keys(lane)
     decay = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+    if cutlass.const_expr(x.checkpoints is not None):
+        until, number = x.checkpoints.left, x.checkpoints.next
     s = Int32(0)
     phase = Int32(0)
     for c in cutlass.range(count, unroll=1):
@@ -110,6 +112,8 @@ def run(x: Loop, mma, update_mma, thread, io: cutlass.Constexpr, scan: cutlass.C
             for k in cutlass.range_constexpr(CHUNK // 16):
                 for n in cutlass.range_constexpr(CHUNK // 16):
                     product(O, U_op, mma, k, n, record + REC_P, lane_p, at.queries_by_keys_step, False)
+        if cutlass.const_expr(x.checkpoints is not None):
+            until, number = checkpoint(until, number, c, x.warm, S, update_mma.get_slice(thread), x.checkpoints)
         used = s
         s += 1
         if s == depth:

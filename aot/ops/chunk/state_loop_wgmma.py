@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from aot.ops.chunk.state_parts import (
-    CHUNK, DIM, REC_DECAY, REC_KD, REC_KR, REC_P, REC_QD, REC_T, ROWS, STAGE_BYTES, Loop, await_record, bring_record, bring_values, pointer, staged,
+    CHUNK, DIM, REC_DECAY, REC_KD, REC_KR, REC_P, REC_QD, REC_T, ROWS, STAGE_BYTES, Loop, await_record, bring_record, bring_values, checkpoint, pointer, staged,
 )  # fmt: skip
 
 
@@ -70,6 +70,8 @@ def run(x: Loop, tokens_mma, update_mma, thread, io: cutlass.Constexpr, scan: cu
     f_kr = update_mma.make_fragment_B(mma_kr.partition_B(s_kr))
     decay = cute.make_rmem_tensor(cute.make_layout((4, DIM // 16)), Float32)
     zeros = [x.modes & (1 << bit) for bit in (26, 27, 28, 29, 30)]  # five values: branches on one would be merged
+    if cutlass.const_expr(x.checkpoints is not None):
+        until, number = x.checkpoints.left, x.checkpoints.next
     s = Int32(0)
     phase = Int32(0)
     for c in cutlass.range(count, unroll=1):
@@ -156,6 +158,8 @@ def run(x: Loop, tokens_mma, update_mma, thread, io: cutlass.Constexpr, scan: cu
             cute.copy(load_v, load_v.partition_S(x.s_v[(None, None, s)]), load_v.retile(v_next))
             cute.arch.mbarrier_wait(bars + s, phase)
         warpgroup.wait_group(0)
+        if cutlass.const_expr(x.checkpoints is not None):
+            until, number = checkpoint(until, number, c, x.warm, S, mma_kr, x.checkpoints)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars + depth + used)
     return g_out

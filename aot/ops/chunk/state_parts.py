@@ -74,6 +74,16 @@ def store_release(address, value):
     cute.arch.inline_ptx("st.release.gpu.global.u32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+@cute.jit
+def store_state(S: cute.Tensor, slice_c, address: Int64, dtype: cutlass.Constexpr, layout: cutlass.Constexpr):
+    """The block's rows of S^T to a slot of a pool. slice_c: the thread's part of the products with S; address: of the block's first element."""
+    rows = cute.make_layout((ROWS, DIM), stride=(DIM, 1) if layout == "vk" else (1, DIM))
+    dst = slice_c.partition_C(cute.make_tensor(pointer(dtype, address), rows))
+    stored = cute.make_rmem_tensor(S.layout, dtype)
+    stored.store(S.load().to(dtype))
+    cute.autovec_copy(stored, dst)
+
+
 def copy16(shared, address, size):
     """16 bytes to shared memory, the first `size` (0 or 16) from global memory, the rest zero."""
     cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[shared, address, size])
@@ -134,6 +144,40 @@ def bring_values(s, to, src, src_16, left):
 
 
 @dataclass(frozen=True)
+class Checkpoints:
+    """Where the form with checkpoints stores a chain's states: every `chunks` chunks the next of the `columns` indices from `index` on."""
+
+    pool: Int64  # address of the block's rows in slot 0
+    slot: Int64  # bytes from slot to slot
+    slots: Int64
+    index: Int64  # address of element [0, 0]
+    code: Int32
+    at: Int64  # element of the chain's first index, the number of the next, and how many there are
+    next: Int64
+    columns: Int64
+    chunks: Int64
+    left: Int64  # chunks until the next
+    null_slot: Int64
+    length: Int32  # tokens of the block's chunks: a state after tokens that do not exist is none
+    dtype: object
+    layout: str
+
+
+@cute.jit
+def checkpoint(left: Int64, next_: Int64, c: Int32, warm: Int32, S: cute.Tensor, slice_c, p):
+    """After chunk c: stores S if it is time. Returns the chunks until the next checkpoint, and its number."""
+    left -= 1
+    if left == 0:
+        left = p.chunks
+        if c >= warm and next_ < p.columns and (c + 1) * CHUNK <= p.length:
+            slot = load_index(p.index, p.at + next_, p.code, Int64(0))
+            if slot >= 0 and slot < p.slots and slot != p.null_slot:
+                store_state(S, slice_c, p.pool + slot * p.slot, p.dtype, p.layout)
+        next_ += 1
+    return left, next_
+
+
+@dataclass(frozen=True)
 class Loop:
     """What the prologue hands to a loop over the chunks of a chain. Tensors S, R, U, O, v_next, o_prev, o_rows are registers."""
 
@@ -166,3 +210,4 @@ class Loop:
     v_next: object
     o_prev: object
     o_rows: object
+    checkpoints: object  # Checkpoints, or None in the forms without

@@ -97,7 +97,9 @@ class Prefill:
         count = lambda s: ("q", 0 if s is None else s.shape[0])
         state_args += strides(v) + strides(out) + slot(state_in) + slot(state_out) + [count(state_in), count(state_out)]
         state_args += [("q", INT64_MIN if null_slot is None else null_slot), ("q", T)]
-        state_args += [("i", x) for x in (HV, head_group, N, chunks, segments, index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
+        state_args += [("i", x) for x in (HV, head_group, N, chunks, segments)]
+        state_args += [("p", 0)] * 2 + [("q", 0)] * 5  # no checkpoints
+        state_args += [("i", index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
         state = next((s for s in (state_in, state_out) if s is not None), None)
         names = f"{NAME[v.dtype]}_{'fp32' if state is None else NAME[state.dtype]}_{layout}"
         form = f"_{self.form}" if self.form else ""
