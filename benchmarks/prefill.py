@@ -67,9 +67,10 @@ def chosen_segments(workspace_of, automatic: int) -> int | None:
 
 
 def forced(segments: int) -> list[dict]:
-    """Both orders of the launches at the plan's number of segments, and the numbers around it, side by side."""
+    """Both orders of the launches at the plan's number of segments; the chained segments of its choice; the numbers around it, side by side."""
     around = sorted({s for s in (1, segments - 1, segments + 1, 2 * segments) if 1 <= s <= MAX_SEGMENTS and s != segments})
-    return [dict(variant=v, segments=segments) for v in ("overlap", "serial")] + [dict(variant="overlap", segments=s) for s in around]
+    both = [dict(variant=v, segments=segments) for v in ("overlap", "serial")]
+    return both + [dict(variant="chain", segments=0)] + [dict(variant="overlap", segments=s) for s in around]
 
 
 def timed(make_call) -> dict:

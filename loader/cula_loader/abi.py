@@ -33,7 +33,7 @@ ARCHS = {"device": 0, "cpu": 1, "sm90": 90, "sm100": 100, "sm103": 103, "sm120":
 GATE_KINDS = {"none": 0, "log_head": 1, "log_channel": 2, "raw": 3, "const_head": 4}
 BETA_KINDS = {"value": 0, "logit": 1, "logit_twice": 2}
 STATE_LAYOUTS = {"vk": 0, "kv": 1}
-PREFILL_VARIANTS = {"auto": 0, "serial": 1, "overlap": 2}
+PREFILL_VARIANTS = {"auto": 0, "serial": 1, "overlap": 2, "chain": 3}
 
 # DLPack (dlpack.h 1.3)
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13

@@ -91,7 +91,7 @@ def kda_prefill(q, k, v, gate, beta, state=None, *, gate_kind, cu_seqlens=None, 
         out         as v; None: a new array of v's framework, whose rows of no sequence hold anything. It may not overlap anything
     Options
         l2norm, scale, state_layout, num_threads, stream, donate   as in kda_decode
-        variant     "auto"; "serial", "overlap": how the kernels follow one another, for tests and measurements
+        variant     "auto"; "serial", "overlap", "chain": how the kernels follow one another, for tests and measurements
         segments    parts that each sequence is cut into and that run at the same time; 0: chosen by the plan, 1: none, at most 64
         exact       True: every segment starts from the state that the tokens before it leave. False: or up to 64 tokens earlier from zero, where
                     the device finds that those forget what was before them (||dS_after / dS_before|| below 2^-32); a NaN before them then

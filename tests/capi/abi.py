@@ -16,7 +16,7 @@ DTYPES = {"fp32": (2, 32), "bf16": (4, 16), "fp16": (2, 16), "i32": (0, 32), "i6
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "i32": 4, "i64": 8, "fp64": 8, "u8": 1, "bool": 1, "i16": 2}
 GATES = {"NONE": 0, "LOG_HEAD": 1, "LOG_CHANNEL": 2, "RAW": 3, "CONST_HEAD": 4}
 BETAS = {"VALUE": 0, "LOGIT": 1, "LOGIT_TWICE": 2}
-VARIANTS = {"AUTO": 0, "SERIAL": 1, "OVERLAP": 2}
+VARIANTS = {"AUTO": 0, "SERIAL": 1, "OVERLAP": 2, "CHAIN": 3}
 
 
 class DLTensor(ctypes.Structure):

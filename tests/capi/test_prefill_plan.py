@@ -38,7 +38,7 @@ def random_problem(rng):
     t = rng.choice([1, 31, 32, 33, 64, 512, 8192, 32768, rng.randint(1, 5000)])
     io, state, layout = rng.choice(["bf16", "fp16"]), rng.choice(["fp32", "bf16"]), rng.choice(["vk", "kv"])
     gate = rng.choice(["LOG_CHANNEL", "RAW"])
-    fields = dict(l2norm=rng.randint(0, 1), beta=rng.choice(list(abi.BETAS)), variant=rng.choice([0, 0, 1, 2]), segments=rng.choice([0, 0, 1, 2, 5, 64]))
+    fields = dict(l2norm=rng.randint(0, 1), beta=rng.choice(list(abi.BETAS)), variant=rng.choice([0, 0, 1, 2, 3]), segments=rng.choice([0, 0, 1, 2, 5, 64]))
     fields |= dict(exact=rng.randint(0, 1))
     if rng.random() < 0.3:
         fields.update(has_scale=1, scale=rng.choice([0.0, 1.0, -0.5]))
@@ -97,11 +97,13 @@ def expected(call, dims, kinds, sms, arch):
     cu = x.get("cu_seqlens")
     index = lambda name: {None: 0, "i32": 1, "i64": 2}[name_of(x.get(name))]
     chunks = n * ceil(t, 32) if cu is None else t // 32 + n
-    segments = a.segments or segments_of(n * hv, ceil(t if cu is None else t // n, 32), sms)
-    overlap = {0: segments > 1 or 2 * n * hv <= sms, 1: False, 2: True}[a.variant]
-    groups = ceil(hv, max(sms // 2, 1))
-    records, flags = chunks * hv * RECORD, ceil((chunks + 2 * n) * hv * 4, 128) * 128
-    size = records + flags + (n * hv * segments * CARRY if segments > 1 else 0)
+    chained, mean = a.variant == 3, ceil(t if cu is None else t // n, 32)
+    segments = a.segments or (min(max(ceil(mean, 32), 1), 64) if chained else segments_of(n * hv, mean, sms))
+    overlap = {0: segments > 1 or 2 * n * hv <= sms, 1: False, 2: True, 3: True}[a.variant]
+    groups = 1 if chained else ceil(hv, max(sms // 2, 1))
+    words = (chunks + 2 * n * (1 + segments * chained)) * hv
+    records, flags = chunks * hv * RECORD, ceil(words * 4, 128) * 128
+    size = records + flags + (n * hv * segments * CARRY // (1 + chained) if segments > 1 else 0)
     at = {"b": 0, "t": 1, "h": 2}
 
     def strides(name):
@@ -113,7 +115,7 @@ def expected(call, dims, kinds, sms, arch):
     shared["mode.cu_dtype"] = index("cu_seqlens")
     prep = {**shared, **{key: value for name in ("q", "k", "gate", "beta") for key, value in strides(name).items()}}
     prep |= {name.lower(): address(x.get(name)) for name in ("q", "k", "gate", "A_log", "dt_bias", "beta")}
-    prep |= dict(group=hv // h, segments=segments if n == 1 else 1, cut=1 if a.exact else segments, scale=a.scale if a.has_scale else f32(128**-0.5), lower_bound=a.lower_bound)
+    prep |= dict(group=hv // h, segments=segments if n == 1 and not chained else 1, flag_words=words, cut=1 if a.exact else segments, scale=a.scale if a.has_scale else f32(128**-0.5), lower_bound=a.lower_bound)
     prep |= {"mode.gate_raw": int(a.gate_kind == 3), "mode.beta_kind": a.beta_kind, "mode.l2norm": a.l2norm}
     prep |= {f"mode.{name.lower()}_dtype": CODE[name_of(x.get(name))] for name in ("gate", "A_log", "dt_bias", "beta")}
     main = {**shared, **strides("v"), **strides("out"), "carry": BASE + records + flags, "v": address(x["v"]), "out": address(x["out"]), "segments": segments}
@@ -124,13 +126,13 @@ def expected(call, dims, kinds, sms, arch):
         main[slot], main[head] = strides_of(given)[:2] if given is not None else (0, 0)
         main[slots] = given.shape[0] if given is not None else 0
     main |= dict(read_index=address(x.get("read_index")), write_index=address(x.get("write_index")), null_slot=a.null_slot if a.has_null_slot else -(2**63))
-    main |= {"mode.read_dtype": index("read_index"), "mode.write_dtype": index("write_index"), "mode.checkpoint_dtype": index("checkpoint_index")}
+    main |= {"mode.read_dtype": index("read_index"), "mode.write_dtype": index("write_index"), "mode.checkpoint_dtype": index("checkpoint_index"), "mode.chained": int(chained)}
     kept = x.get("checkpoint_index")
     main |= dict(checkpoint_index=address(kept) if kept and kept.shape[1] else 0, checkpoint_columns=kept.shape[1] if kept else 0, checkpoint_chunks=a.checkpoint_interval // 32)
     gpu = f"kda_prefill.{arch}.{io}"
     pools = f"{gpu}.s{state}.k128.v128.{layout}"
     launches = [(f"{gpu}.k128.v128.{'prep_gf32' if name_of(x['gate']) == 'fp32' else 'prep'}", min(chunks * hv, sms * PREP_BLOCKS[arch][overlap]), 256, False, prep)]
-    if segments > 1:
+    if segments > 1 and not chained:
         between = dict(carry=BASE + records + flags, segments=segments)
         between |= {key: shared[key] for key in ("flags", "cu_seqlens", "tokens", "hv", "chunks", "mode.cu_dtype")}
         launches.append((f"{pools}.scan", 4 * n * hv * (segments - 1), 128, overlap, main))

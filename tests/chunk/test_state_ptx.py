@@ -80,7 +80,7 @@ def recurrence(S, images, v, rows):
 class Case:
     """Buffers of one call, everything that a kernel writes poisoned."""
 
-    def __init__(self, lens, hv, *, io="bf16", state="fp32", layout="vk", cu=None, index=None, segments=1, bits=None, extra=0, keep=None, seed=0):
+    def __init__(self, lens, hv, *, io="bf16", state="fp32", layout="vk", cu=None, index=None, segments=1, bits=None, extra=0, keep=None, chained=False, seed=0):
         """bits: what each chunk's flag says that it forgets (record.h). keep: (chunks from one checkpoint to the next, their slots [n, C])."""
         rng = np.random.default_rng(seed)
         n = len(lens)
@@ -90,7 +90,7 @@ class Case:
         self.first = [i * -(-tokens // CHUNK) if cu is None else self.starts[i] // CHUNK + i for i in range(n)]
         chunks = n * -(-tokens // CHUNK) if cu is None else tokens // CHUNK + n
         self.records = np.full((chunks, hv, records.RECORD_BYTES), 0xFF, np.uint8)
-        self.flags = np.zeros((chunks + 2 * n) * hv, np.uint32)  # [hv, chunks], and started [n, hv, 2]
+        self.flags = np.zeros((chunks + 2 * n * (1 + segments * chained)) * hv, np.uint32)  # [hv, chunks], started [n, hv, 2], handed [n, hv, segments, 2]
         self.due = []  # flags that another kernel still sets: which, and to what
         for s in range(n):
             for c in range(-(-lens[s] // CHUNK)):
@@ -111,7 +111,7 @@ class Case:
             self.read[0] = -1
         self.keep = keep and (keep[0], np.array(keep[1], np.int32))
         self.kept = np.full((9, hv, DIM, DIM), 0x7FC0 if state == "bf16" else np.nan, DTYPES[state])
-        self.carry = np.full((n, hv, segments, 2, DIM, DIM), np.nan, np.float32)
+        self.carry = np.full((n, hv, segments, 1 if chained else 2, DIM, DIM), np.nan, np.float32)
         integer = {None: None, "i32": np.int32, "i64": np.int64}
         self.cu = None if cu is None else np.array([0, *np.cumsum(lens)], integer[cu])
         self.indices = [None, None] if index is None else [self.read.astype(integer[index]), self.write.astype(integer[index])]
@@ -123,7 +123,7 @@ class Case:
             state_in=at(self.pool), state_out=at(self.final), read_index=at(self.indices[0]), write_index=at(self.indices[1]),
             v_b=tokens * row, v_t=row, v_h=DIM, out_b=tokens * row, out_t=row, out_h=DIM, in_slot=hv * DIM * DIM, in_h=DIM * DIM,
             out_slot=hv * DIM * DIM, out_state_h=DIM * DIM, in_slots=slots, out_slots=slots, null_slot=-(2**63), tokens=tokens, hv=hv,
-            head_group=max(1, hv - 1), sequences=n, chunks=chunks, segments=segments, modes=code[cu] | code[index] << 2 | code[index] << 4 | bool(keep) << 6,
+            head_group=max(1, hv - 1), sequences=n, chunks=chunks, segments=segments, modes=code[cu] | code[index] << 2 | code[index] << 4 | bool(keep) << 6 | chained << 8,
             checkpoints=at(self.kept), checkpoint_index=at(self.keep[1]) if keep else 0, checkpoint_slot=hv * DIM * DIM, checkpoint_h=DIM * DIM,
             checkpoint_slots=len(self.kept), checkpoint_columns=self.keep[1].shape[1] if keep else 0, checkpoint_chunks=self.keep[0] if keep else 0,
         )  # fmt: skip
@@ -264,6 +264,32 @@ def test_segments(arch, tokens, segments, bits):
     # From there on the state came by another way than the chain's, rounded elsewhere
     assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)
     assert np.linalg.norm(values(case.final[0, 0], "fp32") - final) < 5e-3 * np.linalg.norm(final)
+
+
+@pytest.mark.parametrize("arch, what", [
+    ("sm100", dict(lens=[200], hv=2, segments=3)),
+    ("sm120", dict(lens=[310], hv=1, segments=4, bits=[0, 0, 40, 0, 25, 7, 0, 21, 10, 0])),
+    ("sm103", dict(lens=[40, 0, 70], hv=1, segments=3, cu="i32", io="fp16", state="bf16", layout="kv")),  # segments without chunks
+])  # fmt: skip
+def test_segments_that_hand_their_states_on(arch, what):
+    case = Case(**what, chained=True, seed=6)
+    case.run(arch, False, True, seed=7)
+    bits = what.get("bits", [0] * 20)
+    for s in range(len(case.lens)):
+        for h in range(case.hv):
+            final, images, v = case.chain(s, h)
+            each = -(-len(images) // case.segments)
+            for i in range(case.segments):
+                own = i * each
+                warm = warm_chunks(bits, own) if 0 < own < len(images) else 0
+                S = np.zeros((DIM, DIM)) if warm else final
+                o, final = recurrence(S, images[own - warm : own + each], v[(own - warm) * CHUNK : (own + each) * CHUNK], DIM)
+                rows = slice(case.starts[s] + own * CHUNK, case.starts[s] + min((own + each) * CHUNK, case.lens[s]))
+                got = values(case.out[rows, h * DIM : (h + 1) * DIM], case.io)
+                want = values(stored(o[warm * CHUNK :], case.io), case.io)
+                assert np.linalg.norm(got - want) <= LIMIT * np.linalg.norm(want), (s, h, i)
+            want = values(stored(final if case.layout == "vk" else final.T, case.state), case.state)
+            assert np.linalg.norm(values(case.final[s, h], case.state) - want) <= LIMIT * np.linalg.norm(want)
 
 
 # What is broken in the PTX: the first place of a pattern.

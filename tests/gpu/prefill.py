@@ -160,7 +160,7 @@ def arguments(p: Problem, **kw) -> dict:
     return dict(q=p.q, k=p.k, v=p.v, gate=p.gate, beta=p.beta, out=out, cu_seqlens=cu_seqlens(p), **p.raw, **p.options) | kw
 
 
-def kernels_of(p: Problem, state="fp32", layout="vk", segments=1, checkpoints=False) -> tuple[str, ...]:
+def kernels_of(p: Problem, state="fp32", layout="vk", segments=1, checkpoints=False, variant="auto") -> tuple[str, ...]:
     """Ids of the kernels that a call with these options must launch."""
     io = NAMES[p.q.dtype]
     op = f"kda_prefill.{arch_of(p.q.device.type)}"
@@ -168,7 +168,7 @@ def kernels_of(p: Problem, state="fp32", layout="vk", segments=1, checkpoints=Fa
         return (f"{op}.{io}.s{state}.k{p.q.shape[-1]}.{layout}",)
     prep = f"{op}.{io}.k128.v128.prep{'_gf32' if p.gate.dtype == f32 else ''}"
     pools = f"{op}.{io}.s{state}.k128.v128.{layout}"
-    between = (f"{pools}.scan", f"{op}.fp32.k128.v128.carry") if segments > 1 else ()
+    between = (f"{pools}.scan", f"{op}.fp32.k128.v128.carry") if segments > 1 and variant != "chain" else ()
     return (prep, *between, f"{pools}.state{'_checkpoints' if checkpoints else ''}")
 
 
@@ -228,7 +228,7 @@ class CCall:
         self.keep = tensors = {name: x for name, x in kw.items() if isinstance(x, torch.Tensor)}
         fields = dict(gate_kind={"log": 2, "raw": 3}[kw["gate_kind"]], beta_kind={"value": 0, "logit": 1, "logit_twice": 2}[kw["beta_kind"]],
                       state_layout={"vk": 0, "kv": 1}[kw.get("state_layout", "vk")], l2norm=int(kw["l2norm"]), lower_bound=kw.get("lower_bound") or 0.0,
-                      segments=kw.get("segments", 0), exact=int(kw.get("exact", False)), variant={"auto": 0, "serial": 1, "overlap": 2}[kw.get("variant", "auto")])
+                      segments=kw.get("segments", 0), exact=int(kw.get("exact", False)), variant={"auto": 0, "serial": 1, "overlap": 2, "chain": 3}[kw.get("variant", "auto")])
         described = {name: abi.tensor(x.shape, _CODES[x.dtype], list(x.stride()), x.data_ptr(), (abi.GPU, x.device.index)) for name, x in tensors.items()}
         self.call = abi.Call("kda_prefill", described, **fields)
         status, needs = self.call.query(self.lib, "device")

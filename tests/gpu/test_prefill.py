@@ -40,7 +40,7 @@ def run(p, layout="vk", state=f32, segments=1, variant="auto", cu=torch.int32, l
         a["l2norm"] = l2norm
         assert prefill(**a) is a["out"]
         if segments > 0:
-            assert cula.last_kernels() == kernels_of(p, pf.NAMES[state], layout, segments)
+            assert cula.last_kernels() == kernels_of(p, pf.NAMES[state], layout, segments, variant=variant)
         got = a["out"], laid_out(final, layout, final.dtype)
         if first is None:
             first = got
@@ -92,6 +92,10 @@ CASES = {
                                                           dict(segments=6, variant="serial", cu=torch.int64)),
     "some segments from warm-up chunks, fixed batch, kv": (dict(lens=[1100] * 3, HV=4, fixed=True, gate="log spans", gate_dtype=f32, seed=38),
                                                            dict(segments=6, layout="kv")),
+    "chained, slow decay": (dict(lens=[1000, 0, 40], HV=4, gate="slow", gate_dtype=f32, seed=39), dict(segments=5, variant="chain")),
+    "chained, some segments from warm-up chunks, kv, bf16 state": (dict(lens=[1000, 0, 31, 2000, 65, 700], HV=4, gate="log spans", gate_dtype=f32, seed=37),
+                                                                  dict(segments=6, variant="chain", layout="kv", state=bf16)),
+    "chained, exact, 100 heads": (dict(lens=[600], H=100, seed=41), dict(segments=8, variant="chain", exact=True)),
     "4,096 tokens, slow decay": (dict(lens=[4096], gate="slow", seed=34), {}),
     "4,096 tokens, slow decay, 6 segments": (dict(lens=[4096], gate="slow", seed=34), dict(segments=6)),
 }
@@ -144,8 +148,8 @@ def test_which_segments_start_from_warm_up_chunks(gate, exact, warm):
 
 @gpu
 @pytest.mark.parametrize("layout, dtype", [("vk", torch.int32), ("kv", torch.int64)])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_in_place_in_a_padded_pool(layout, dtype, segments):
+@pytest.mark.parametrize("segments, variant", [(1, "auto"), (4, "auto"), (4, "chain")])
+def test_in_place_in_a_padded_pool(layout, dtype, segments, variant):
     """Shuffled slots of a pool with gaps; every other slot and the gaps keep their bits."""
     p = make([65, 0, 130, 1], seed=42)
     n, slots, size = 4, 9, 2 * D * D
@@ -154,7 +158,7 @@ def test_in_place_in_a_padded_pool(layout, dtype, segments):
     order = torch.tensor([5, 2, 8, 0], device="cuda")
     pool[order] = laid_out(p.h0, layout)
     index = order.to(dtype)
-    a = arguments(p, state=pool, state_out=pool, read_index=index, write_index=index, state_layout=layout, segments=segments)
+    a = arguments(p, state=pool, state_out=pool, read_index=index, write_index=index, state_layout=layout, segments=segments, variant=variant)
     prefill(**a)
     check(p, a["out"], laid_out(pool[order], layout))
     others = [i for i in range(slots) if i not in order.tolist()]

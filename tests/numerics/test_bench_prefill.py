@@ -28,8 +28,8 @@ def test_floor_counts_each_tensor_once():
 
 def test_segments_of_the_plan():
     assert prefill.chosen_segments(lambda s: 100 + 7 * s, 135) == 5 and prefill.chosen_segments(lambda s: 100 + 7 * s, 136) is None
-    assert [(f["variant"], f["segments"]) for f in prefill.forced(1)] == [("overlap", 1), ("serial", 1), ("overlap", 2)]
-    assert {f["segments"] for f in prefill.forced(5)} == {1, 4, 5, 6, 10} and max(f["segments"] for f in prefill.forced(64)) == 64
+    assert [(f["variant"], f["segments"]) for f in prefill.forced(1)] == [("overlap", 1), ("serial", 1), ("chain", 0), ("overlap", 2)]
+    assert {f["segments"] for f in prefill.forced(5)} == {0, 1, 4, 5, 6, 10} and max(f["segments"] for f in prefill.forced(64)) == 64
 
 
 def test_accuracy_of_the_peers_case():

@@ -123,7 +123,8 @@ typedef int32_t cula_prefill_variant;
 enum {
   CULA_PREFILL_AUTO = 0,   /* the plan chooses from shapes and the number of multiprocessors      */
   CULA_PREFILL_SERIAL = 1, /* split: the record kernel, then the state kernel                     */
-  CULA_PREFILL_OVERLAP = 2 /* split, side by side on every multiprocessor (programmatic launch)   */
+  CULA_PREFILL_OVERLAP = 2, /* split, side by side on every multiprocessor (programmatic launch)  */
+  CULA_PREFILL_CHAIN = 3   /* as OVERLAP, and a segment waits for the state that the segment before hands on: more chains than multiprocessors */
 };
 
 /* ---------------------------------------------------------------------------------------------------- args structs */

@@ -59,7 +59,7 @@ const char* layout_name(int32_t layout) noexcept {
 }
 
 const char* prefill_variant_name(int32_t variant) noexcept {
-  static constexpr const char* kNames[] = {"AUTO", "SERIAL", "OVERLAP"};
+  static constexpr const char* kNames[] = {"AUTO", "SERIAL", "OVERLAP", "CHAIN"};
   return at(kNames, variant);
 }
 

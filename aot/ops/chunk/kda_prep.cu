@@ -142,8 +142,7 @@ CULA_DEV void prep(const Args& a, uint8_t* smem) {
   float* const Y = reinterpret_cast<float*>(smem + kSmemY);
 
   // The state kernel may start once every block has come this far: it then finds cleared flags and waits on them.
-  const uint32_t flags = (static_cast<uint32_t>(a.chunks) + 2 * a.sequences) * a.hv;
-  for (uint32_t i = blockIdx.x * kThreads + tid; i < flags; i += gridDim.x * kThreads) a.flags[i] = 0;
+  for (uint32_t i = blockIdx.x * kThreads + tid; i < a.flag_words; i += gridDim.x * kThreads) a.flags[i] = 0;
   // P and T above the diagonal block stay zero for every record.
   if (tid < kSub) {
 #pragma unroll
@@ -308,12 +307,13 @@ extern "C" __global__ void __maxnreg__(cula::kda::kRegisters)
 cula_kda_prep(const void* q, const void* k, const void* gate, const void* a_log, const void* dt_bias, const void* beta,
               const void* cu_seqlens, void* records, void* flags, int64_t q_b, int64_t q_t, int64_t q_h, int64_t k_b, int64_t k_t,
               int64_t k_h, int64_t gate_b, int64_t gate_t, int64_t gate_h, int64_t beta_b, int64_t beta_t, int64_t beta_h,
-              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t segments, int32_t cut, int32_t modes, float scale,
+              int64_t tokens, int32_t hv, int32_t group, int32_t head_group, int32_t sequences, int32_t chunks, int32_t segments, int32_t cut, int32_t flag_words,
+              int32_t modes, float scale,
               float lower_bound) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const cula::kda::Args a{q, k, gate, a_log, dt_bias, beta, cu_seqlens, static_cast<uint8_t*>(records), static_cast<uint32_t*>(flags),
                           q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens,
-                          hv, group, head_group, sequences, chunks, segments, cut, modes, scale, lower_bound};
+                          hv, group, head_group, sequences, chunks, segments, cut, static_cast<uint32_t>(flag_words), modes, scale, lower_bound};
   cula::kda::prep(a, smem);
 }
 #endif

@@ -66,12 +66,16 @@ constexpr int64_t kLingering = 4;
 // all cost the launches of scan and carry (measured at 8 heads, 8,192 tokens, 5 segments: 12 us of carry, two gaps of 2 us).
 constexpr double kCarryStep = 5, kSegmentLaunches = 8;
 
+// Of a chained segment: to hand a state on takes about 3 chunks' time.
+constexpr int64_t kChainedChunks = 32;
+
 int64_t ceil_div(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
 
 // ---------------------------------------------------------------------------------------------------------- choices
 
 struct Choice {
   bool overlap;        // prep and what follows it side by side
+  bool chained;        // segments hand their states on: no scan, no carry
   int32_t segments;
   int32_t head_group;  // heads whose chains run at the same time
 };
@@ -96,16 +100,23 @@ Choice choose(const Problem& p, int64_t sms) noexcept {
   const int64_t chains = p.n * p.hv;
   Choice c;
   const int64_t mean_tokens = present(p.cu) ? p.tokens / p.n : p.tokens;
-  c.segments = p.args->segments > 0 ? p.args->segments : choose_segments(chains, ceil_div(mean_tokens, kChunkTokens), sms);
+  const int64_t mean_chunks = ceil_div(mean_tokens, kChunkTokens);
+  c.segments = p.args->segments > 0                         ? p.args->segments
+               : p.args->variant == CULA_PREFILL_CHAIN ? static_cast<int32_t>(std::clamp<int64_t>(ceil_div(mean_chunks, kChainedChunks), 1, kMaxSegments))
+                                                       : choose_segments(chains, mean_chunks, sms);
   // Side by side wins while the chains are one wave of state blocks.
-  c.overlap = p.args->variant == CULA_PREFILL_AUTO ? c.segments > 1 || kStateBlocks * chains <= sms : p.args->variant == CULA_PREFILL_OVERLAP;
-  c.head_group = static_cast<int32_t>(ceil_div(p.hv, ceil_div(p.hv, std::max<int64_t>(sms / kStateBlocks, 1))));
+  c.overlap = p.args->variant == CULA_PREFILL_AUTO ? c.segments > 1 || kStateBlocks * chains <= sms : p.args->variant != CULA_PREFILL_SERIAL;
+  c.chained = p.args->variant == CULA_PREFILL_CHAIN;
+  // Chained: a segment of every chain, then the next segment of every chain, and the records in the order of the tokens.
+  const int64_t at_once = c.chained ? p.hv : std::max<int64_t>(sms / kStateBlocks, 1);
+  c.head_group = static_cast<int32_t>(ceil_div(p.hv, ceil_div(p.hv, at_once)));
   return c;
 }
 
 // -------------------------------------------------------------------------------------------------------- workspace
 
 struct Workspace {
+  uint32_t flag_words;
   int64_t chunks;  // virtual ones: of sequence s the first is s * ceil(T / 32), with cu_seqlens cu[s] / 32 + s
   const char *records, *flags, *carry;
   size_t bytes;
@@ -129,9 +140,10 @@ Workspace lay_out(const Problem& p, const Choice& c, const void* base) noexcept 
   w.chunks = present(p.cu) ? p.tokens / kChunkTokens + p.n : p.n * ceil_div(p.tokens, kChunkTokens);
   const auto align = [](size_t x) { return (x + kAlign - 1) / kAlign * kAlign; };
   const size_t count = static_cast<size_t>(w.chunks) * static_cast<size_t>(p.hv);
-  const size_t record_bytes = count * kda::kRecordBytes, started = static_cast<size_t>(p.n * p.hv) * kStateBlocks;
-  const size_t flag_bytes = align((count + started) * sizeof(uint32_t));
-  const size_t carry_bytes = c.segments > 1 ? static_cast<size_t>(p.n * p.hv) * static_cast<size_t>(c.segments) * kCarryBytes : 0;
+  const size_t record_bytes = count * kda::kRecordBytes, chains = static_cast<size_t>(p.n * p.hv), segments = static_cast<size_t>(c.segments);
+  w.flag_words = static_cast<uint32_t>(count + chains * kStateBlocks * (1 + (c.chained ? segments : 0)));  // below 2^32: check_limits
+  const size_t flag_bytes = align(size_t{w.flag_words} * sizeof(uint32_t));
+  const size_t carry_bytes = c.segments > 1 ? chains * segments * kCarryBytes / (c.chained ? 2 : 1) : 0;
   // No arithmetic on a NULL base: a query has none, and its parameters go nowhere.
   const uintptr_t at = reinterpret_cast<uintptr_t>(base);
   w.records = reinterpret_cast<const char*>(at);
@@ -191,8 +203,9 @@ PrepParams prep_params(const Problem& p, const Choice& c, const Workspace& w) no
   d.head_group = c.head_group;
   d.sequences = static_cast<int32_t>(p.n);
   d.chunks = static_cast<int32_t>(w.chunks);
-  d.segments = p.n == 1 ? c.segments : 1;
+  d.segments = p.n == 1 && !c.chained ? c.segments : 1;
   d.cut = a.exact ? 1 : c.segments;
+  d.flag_words = static_cast<int32_t>(w.flag_words);
   d.scale = a.has_scale ? a.scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
   d.lower_bound = a.lower_bound;
   PrepParamsModes m;
@@ -239,6 +252,7 @@ StateParams state_params(const Problem& p, const Choice& c, const Workspace& w) 
   m.read_dtype = index_code(p.read);
   m.write_dtype = index_code(p.write);
   m.checkpoint_dtype = index_code(p.checkpoint_index);
+  m.chained = c.chained;
   d.modes = m.pack();
   return d;
 }
@@ -261,7 +275,7 @@ cula_status select_kernels(const Request& request, const Problem& p, const Targe
   key.layout = static_cast<uint8_t>(p.args->state_layout);
   key.variant = present(p.checkpoints) ? Variant::state_checkpoints : Variant::state;
   CULA_TRY(select_kernel(request.name, key, kStateParamCount, &kernels->state));
-  if (c.segments == 1) return CULA_OK;
+  if (c.segments == 1 || c.chained) return CULA_OK;
   key.variant = Variant::scan;
   CULA_TRY(select_kernel(request.name, key, kStateParamCount, &kernels->scan));
   key.io = key.state = static_cast<uint8_t>(DType::f32);
@@ -301,7 +315,7 @@ cula_status plan_gpu(const Request& request, const Problem& p, const Target& tar
   const PrepBlocks blocks = prep_blocks(target.arch);
   const int64_t most = (c.overlap ? blocks.beside : blocks.alone) * target.sm_count;
   add(plan, kernels.prep, prep_params(p, c, w), kPrepParamsOffsets, std::min(w.chunks * p.hv, most), kPrepThreads, false);
-  if (c.segments > 1) {
+  if (c.segments > 1 && !c.chained) {
     CarryParams carry;
     carry.carry = w.carry, carry.flags = w.flags, carry.cu_seqlens = p.cu.data;
     carry.tokens = p.tokens;

@@ -9,7 +9,9 @@ struct Args {
   uint8_t* records;
   uint32_t* flags;
   int64_t q_b, q_t, q_h, k_b, k_t, k_h, gate_b, gate_t, gate_h, beta_b, beta_t, beta_h, tokens;
-  int hv, group, head_group, sequences, chunks, segments, cut, modes;
+  int hv, group, head_group, sequences, chunks, segments, cut;
+  uint32_t flag_words;
+  int modes;
   float scale, lower_bound;
 };
 

@@ -85,7 +85,7 @@ inline cula_status check_options(const Problem& p) noexcept {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: null_slot is %lld, but has_null_slot is 0", p.op, static_cast<long long>(a.null_slot));
   }
   if (prefill_variant_name(a.variant) == nullptr) {
-    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: variant is %d; allowed: AUTO, SERIAL, OVERLAP", p.op, a.variant);
+    return fail(CULA_ERR_INVALID_ARGUMENT, "%s: variant is %d; allowed: AUTO, SERIAL, OVERLAP, CHAIN", p.op, a.variant);
   }
   if (a.segments < 0 || a.segments > kMaxSegments) {
     return fail(CULA_ERR_INVALID_ARGUMENT, "%s: segments is %d; must be 0 (the plan chooses) or from 1 to %d", p.op, a.segments, kMaxSegments);

@@ -15,7 +15,9 @@ what came before them (record.h: kForgotten; the prep kernel proves it chunk by 
 and without outputs. Otherwise it starts from the exact state: the `scan` form of the kernel runs the segment before without
 outputs, from S = 0 with the tokens' values, which gives B, and from S = I without them, which gives M^T; segment 0 starts from
 the initial state and a segment that may start from its warm-up chunks from those, and then B is the state after it.
-kda_carry.cu turns the other B into the state after the segment, S_{s+1} = S_s M_s^T + B_s (all transposed).
+kda_carry.cu turns the other B into the state after the segment, S_{s+1} = S_s M_s^T + B_s (all transposed). Or (chained) there is no
+scan, and a segment waits for the state that the block of the segment before hands on: no parallelism within a chain where nothing is
+forgotten, but no second wave of whole chains either.
 
 All three kernels decide by the same flags. A scan block that has nothing to do leaves at once, so that the main form, which
 waits for it by programmatic launch, starts while the prep kernel still runs. Then nobody has waited for the prep kernel when
@@ -88,8 +90,13 @@ def kda_state(
     in_sequence = Int32((length + CHUNK - 1) // CHUNK)
     per_segment = (in_sequence + segments - 1) // segments
     skip = cutlass.min(in_sequence, segment * per_segment)  # chunks before this segment
-    started = flags + ((Int64(chunks) * hv + (sequence * hv + head) * 2) * 4 + half * 4)
+    number = sequence * hv + head
+    started = flags + ((Int64(chunks) * hv + number * 2) * 4 + half * 4)
+    chained = (modes >> 8) & 1
+    # This segment's word of those that follow; two a segment
+    handed = flags + ((Int64(chunks) * hv + Int64(sequences) * hv * 2 + (number * segments + segment) * 2) * 4 + half * 4)
     flags += (Int64(head) * Int64(chunks) + first_chunk) * 4
+    flags_of_sequence = flags
     warm = Int32(0)  # chunks before the segment that this block goes through first
     if segment > 0:
         warm = warm_chunks(segment * per_segment, in_sequence, flags)
@@ -108,8 +115,9 @@ def kda_state(
     start = own_start - warm * CHUNK
     length = cutlass.min(length - Int64((skip - warm) * CHUNK), Int64(count * CHUNK))
     first_chunk += Int64(skip - warm)
-    # The segment's B (slot 0) and M (slot 1), both [128,128] float32, row = value or key row of S^T
-    carry += ((sequence * Int64(hv) + Int64(head)) * Int64(segments) + Int64(segment)) * (2 * DIM * DIM * 4)
+    # The segment's B (slot 0) and M (slot 1), both [128,128] float32, row = value or key row of S^T. Chained: the state after it alone
+    segment_bytes = Int64(DIM * DIM * 4) * (2 - chained)
+    carry += (number * Int64(segments) + Int64(segment)) * segment_bytes
 
     smem = cutlass.memory.SmemAllocator()
     stages = smem.allocate(depth * STAGE_BYTES, 1024)
@@ -178,10 +186,15 @@ def kda_state(
             for i in cutlass.range_constexpr(cute.size(S)):
                 S[i] = Float32(1.0) if identity[i][0] + half * ROWS == identity[i][1] else Float32(0.0)
     elif warm == 0:
-        # Complete, with everything that went before it, once the carry kernel is.
-        cute.arch.griddepcontrol_wait()
-        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + (Int64(half) - 4) * (ROWS * DIM * 4)), l_carry))
-        cute.autovec_copy(src, S)  # B of the segment before
+        if chained != 0:
+            after = Uint32(0)
+            while after == 0:
+                after = load_acquire(handed - 8)
+        else:
+            # Complete, with everything that went before it, once the carry kernel is.
+            cute.arch.griddepcontrol_wait()
+        src = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry - segment_bytes + Int64(half) * (ROWS * DIM * 4)), l_carry))
+        cute.autovec_copy(src, S)  # the state after the segment before
 
     load_v = cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), io), tokens_mma
@@ -237,6 +250,13 @@ def kda_state(
             for j in cutlass.range_constexpr(2):
                 if token + 16 * j < left:
                     cute.autovec_copy(o_rows[(None, j)], cute.make_tensor(pointer(io, g_out + j * out_16), cute.make_layout(8)))
+        if chained != 0 and segment < segments - 1:
+            if warm_chunks((segment + 1) * per_segment, in_sequence, flags_of_sequence) == 0:
+                dst = mma_kr.partition_C(cute.make_tensor(pointer(Float32, carry + Int64(half) * (ROWS * DIM * 4)), l_carry))
+                cute.autovec_copy(S, dst)
+                cute.arch.sync_threads()
+                if thread == 0:
+                    store_release(handed, Uint32(1))
         if segment == segments - 1:
             slot = load_index(write_index, sequence, (modes >> 4) & 3, sequence)
             if slot >= 0 and slot < out_slots and slot != null_slot:

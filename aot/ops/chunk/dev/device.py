@@ -68,14 +68,15 @@ class Prefill:
 
     def plan(self, q, k, v, gate, beta, out, *, cu_seqlens=None, a_log=None, dt_bias=None, raw=True, lower_bound=0.0, beta_kind=1, l2norm=True,
              scale=None, state_in=None, state_out=None, read_index=None, write_index=None, null_slot=None, layout="vk", overlap=True,
-             prep_blocks=None, workspace=None, head_group=None, segments=1, exact=False, suffix="", state_suffix=""):  # fmt: skip
+             prep_blocks=None, workspace=None, head_group=None, segments=1, exact=False, chained=False, suffix="", state_suffix=""):  # fmt: skip
         """q,k [B,T,H,128], v,out,gate [B,T,HV,128], beta [B,T,HV]; states [slots,HV,128,128]. -> dict of launch functions."""
         B, T, H, _ = q.shape
         HV = v.shape[2]
         N = B if cu_seqlens is None else cu_seqlens.numel() - 1
         chunks = B * -(-T // CHUNK) if cu_seqlens is None else T // CHUNK + N
         records_bytes = chunks * HV * RECORD_BYTES
-        flag_bytes = -(-(chunks + 2 * N) * HV * 4 // 128) * 128
+        flag_words = (chunks + 2 * N * (1 + segments * chained)) * HV
+        flag_bytes = -(-flag_words * 4 // 128) * 128
         carry_bytes = N * HV * segments * 2 * DIM * DIM * 4 if segments > 1 else 0
         if workspace is None:
             workspace = torch.full((records_bytes + flag_bytes + carry_bytes,), 0xFF, dtype=torch.uint8, device=q.device)
@@ -85,13 +86,13 @@ class Prefill:
         ptr = lambda x: ("p", 0 if x is None else x.data_ptr())
         code = lambda x: 3 if x is None else CODE[x.dtype]
         if head_group is None:
-            groups = -(-HV // (self.sms // 2))
+            groups = 1 if chained else -(-HV // (self.sms // 2))
             head_group = -(-HV // groups)
         strides = lambda x: [("q", x.stride(i)) for i in range(3)]
         modes = raw | code(gate) << 1 | code(a_log) << 3 | code(dt_bias) << 5 | beta_kind << 7 | code(beta) << 9 | l2norm << 11 | index(cu_seqlens) << 12
         prep_args = [ptr(x) for x in (q, k, gate, a_log, dt_bias, beta, cu_seqlens)] + [("p", records), ("p", flags)]
         prep_args += strides(q) + strides(k) + strides(gate) + strides(beta) + [("q", T)]
-        prep_args += [("i", x) for x in (HV, HV // H, head_group, N, chunks, segments if N == 1 else 1, 1 if exact else segments, modes)] + [("f", DIM**-0.5 if scale is None else scale), ("f", lower_bound)]
+        prep_args += [("i", x) for x in (HV, HV // H, head_group, N, chunks, segments if N == 1 and not chained else 1, 1 if exact else segments, flag_words, modes)] + [("f", DIM**-0.5 if scale is None else scale), ("f", lower_bound)]
         state_args = [("p", records), ("p", flags), ("p", carry)] + [ptr(x) for x in (v, out, cu_seqlens, state_in, state_out, read_index, write_index)]
         slot = lambda s: [("q", 0 if s is None else s.stride(0)), ("q", 0 if s is None else s.stride(1))]
         count = lambda s: ("q", 0 if s is None else s.shape[0])
@@ -99,7 +100,7 @@ class Prefill:
         state_args += [("q", INT64_MIN if null_slot is None else null_slot), ("q", T)]
         state_args += [("i", x) for x in (HV, head_group, N, chunks, segments)]
         state_args += [("p", 0)] * 2 + [("q", 0)] * 5  # no checkpoints
-        state_args += [("i", index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4)]
+        state_args += [("i", index(cu_seqlens) | index(read_index) << 2 | index(write_index) << 4 | chained << 8)]
         state = next((s for s in (state_in, state_out) if s is not None), None)
         names = f"{NAME[v.dtype]}_{'fp32' if state is None else NAME[state.dtype]}_{layout}"
         form = f"_{self.form}" if self.form else ""
@@ -108,7 +109,7 @@ class Prefill:
         launches = dict(keep=(workspace, cu_seqlens, read_index, write_index), workspace_bytes=workspace.numel())
         launches["prep"] = prep.launcher(max(1, min(chunks * HV, self.sms * blocks)), prep_args, False)
         order = ["prep"]
-        if segments > 1:
+        if segments > 1 and not chained:
             launches["scan"] = self.kernel(f"scan_{names}{form}", STATE_SMEM[self.form]).launcher(4 * HV * N * (segments - 1), state_args, overlap)
             launches["carry"] = self.kernel("carry", CARRY_SMEM).launcher(16 * HV * N, [("p", carry), ("p", flags), ptr(cu_seqlens), ("q", T)] + [("i", x) for x in (HV, chunks, segments, index(cu_seqlens))], overlap)
             order += ["scan", "carry"]

@@ -10,7 +10,7 @@ void block(void* arg) { cula::kda::prep(*static_cast<const cula::kda::Args*>(arg
 // pointers: the seven inputs, records, flags; strides: as in params_prep.def, q_b to tokens; numbers: hv to modes
 extern "C" void emulate_prep(void* const* p, const int64_t* s, const int32_t* n, float scale, float lower_bound, int grid) {
   cula::kda::Args a{p[0], p[1], p[2], p[3], p[4], p[5], p[6], static_cast<uint8_t*>(p[7]), static_cast<uint32_t*>(p[8]),
-                    s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], scale, lower_bound};
+                    s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], n[0], n[1], n[2], n[3], n[4], n[5], n[6], static_cast<uint32_t>(n[7]), n[8], scale, lower_bound};
   std::mt19937 rng(1);
   cula::emu::grid_dim.x = grid;
   for (int b = 0; b < grid; ++b) {

@@ -94,7 +94,7 @@ def rel(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-300)) if a.numel() else 0.0
 
 
-def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_rows=False, pool=None, l2norm=True, scale=None, overlap=True, repeat=True, segments=1, exact=False):
+def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_rows=False, pool=None, l2norm=True, scale=None, overlap=True, repeat=True, segments=1, exact=False, chained=False):
     """Runs with poisoned outputs; -> o [B,T,HV,V], final states [N,HV,V,K], bitwise equal on a second run"""
     lens, N = d["lens"], len(d["lens"])
     q, k, v = d["q"], d["k"], d["v"]
@@ -124,7 +124,7 @@ def call(op, d, *, layout="vk", state_dtype=f32, cu_dtype=torch.int32, fused_row
             s_in[order] = put(d["h0"]).to(state_dtype)
         p = op.plan(q, k, v, d["gate"], d["beta"], out, cu_seqlens=cu, a_log=d["a_log"] if d["raw"] else None, dt_bias=d["dt_bias"] if d["raw"] else None, raw=d["raw"],
                     lower_bound=d["lower_bound"], beta_kind=d["beta_kind"], l2norm=l2norm, scale=scale, state_in=s_in, state_out=s_out, read_index=read, write_index=write,
-                    null_slot=null, layout=layout, overlap=overlap, segments=segments, exact=exact)  # fmt: skip
+                    null_slot=null, layout=layout, overlap=overlap, segments=segments, exact=exact, chained=chained)  # fmt: skip
         p["run"]()
         torch.cuda.synchronize()
         states = s_out if pool is None else s_out[order]
@@ -180,6 +180,9 @@ def checks(op):
         ("some cuts warm", inputs([4000], 2, 4, gate="mixed", gate_dtype=f32, seed=36), dict(segments=9)),
         ("some cuts warm, ragged", inputs([1000, 0, 31, 2000, 65, 700], 2, 4, gate="mixed", gate_dtype=f32, seed=37), dict(segments=6, pool=torch.int32)),
         ("some cuts warm, fixed", inputs([1100] * 3, 2, 4, gate="mixed", gate_dtype=f32, seed=38, fixed=True), dict(segments=6)),
+        ("chained, 5 segments, slow, pool", inputs([1000, 0, 40], 2, 4, gate="slow", gate_dtype=f32, seed=39), dict(segments=5, chained=True, pool=torch.int32)),
+        ("chained, some cuts warm", inputs([1000, 0, 31, 2000, 65, 700], 2, 4, gate="mixed", gate_dtype=f32, seed=37), dict(segments=6, chained=True)),
+        ("chained, exact, 100 heads", inputs([600], 100, 100, seed=41), dict(segments=8, chained=True, exact=True)),
         ("slow 8192", inputs([8192], 2, 2, gate="slow", seed=33), {}),
         ("slow 8192, 6 segments", inputs([8192], 2, 2, gate="slow", seed=33), dict(segments=6)),
         ("70 heads, 2 groups", inputs([40, 70], 70, 70, seed=25), {}),
@@ -243,6 +246,7 @@ SHAPES = [(64, [512]), (64, [1024]), (64, [4096]), (64, [8192]), (64, [16384]), 
 def variants_of(H, lens, parts):
     """name -> (plan keywords, which launch)"""
     v = {"overlap": (dict(), "run"), "serial": (dict(overlap=False), "run")}
+    v.update({f"chain{p}": (dict(segments=p, chained=True), "run") for p in (4, 8, 16) if H * len(lens) > 60})
     if parts:
         v.update(prep3=(dict(overlap=False), "prep"), prep2=(dict(), "prep"), state=(dict(overlap=False), "state"), overlap1=(dict(prep_blocks=1), "run"))
     if H <= 16 and len(lens) == 1:

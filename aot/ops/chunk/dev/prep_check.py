@@ -85,7 +85,7 @@ def run(c, build):
     modes = raw | CODE[c["gate_dtype"]] << 1 | 0 << 3 | 0 << 5 | kind << 7 | CODE[c["beta_dtype"]] << 9 | bool(c["l2norm"]) << 11 | cu_code << 12
     ptr = (ctypes.c_void_p * 9)(*[x.ctypes.data for x in (qb, kb, gb, ab, db, bb, cu, rec, flags)])
     strides = (ctypes.c_int64 * 13)(bt * H * DIM, H * DIM, DIM, bt * H * DIM, H * DIM, DIM, bt * HV * DIM, HV * DIM, DIM, bt * HV, HV, 1, tokens)
-    nums = (ctypes.c_int32 * 8)(HV, HV // H, c["head_group"] or HV, N, chunks, c["segments"], c["cut"], modes)
+    nums = (ctypes.c_int32 * 9)(HV, HV // H, c["head_group"] or HV, N, chunks, c["segments"], c["cut"], (chunks + 2 * N) * HV, modes)
     lib.emulate_prep(ptr, strides, nums, ctypes.c_float(scale), ctypes.c_float(lower), 3)
     rec = rec.reshape(chunks, HV, RECORD_BYTES); started = flags[chunks * HV :]; flags = flags[: chunks * HV].reshape(HV, chunks)
     # float64 reference of the inputs' activation
