@@ -31,6 +31,7 @@ def compiled(io, state, layout, scan, arch, checkpointed=False):
     form = FORMS[arch]
     assert form.loop == "mma"
     made = kernel.compile_state(io, state, layout, toolchain.ptxas(), scan, ARCHS[arch].target, form.loop, form.depth, checkpointed)
+    assert "0 bytes spill stores, 0 bytes spill loads" in made["report"]
     return made["ptx"], made["max_dynamic_smem"]
 
 
