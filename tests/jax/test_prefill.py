@@ -90,7 +90,7 @@ def test_a_donated_pool_is_not_copied():
 
 @pytest.mark.parametrize("lens, heads", [((5, 0, 70, 33), (2, 4)), ((4436,), (1, 1))])
 def test_the_gpu_program_has_the_workspace_of_every_gpu(lens, heads):
-    """A program may run on a GPU with any number of multiprocessors. Of 4,436 tokens of one head an H200's 132 need less than 60 do."""
+    """A program may run on a GPU with any number of multiprocessors, and how many segments a head of 4,436 tokens has depends on it."""
     p, operands, options = problem(lens, bf16, heads)
     pool = jnp.asarray(p.h0.numpy())
     call = jax.jit(lambda *x: kda_prefill(*x, cu_seqlens=cu(p), **options))
@@ -102,7 +102,7 @@ def test_the_gpu_program_has_the_workspace_of_every_gpu(lens, heads):
                         **{key: spec(x, "fp32") if hasattr(x, "shape") else x for key, x in options.items()}).workspace_bytes
              for n in range(1, 193)}
     most = max(sizes.values())
-    assert most > 0 and (len(lens) > 1 or sizes[60] > sizes[132])
+    assert most > 0 and (len(lens) > 1 or sizes[8] < sizes[132])
     texts = {platform: jax.export.export(call, platforms=[platform], disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("cula_kda_prefill")])(
         *operands, pool).mlir_module() for platform in ("cpu", "cuda")}
     assert f"tensor<{most}xui8>" in texts["cuda"] and f"{most}xui8" not in texts["cpu"]
