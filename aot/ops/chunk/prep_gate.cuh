@@ -32,9 +32,11 @@ CULA_DEV void prefix(float (&g)[kGroup][4], const Gates& in, const HeadGate& hea
   for (int t = 0; t < kGroup; ++t) {
     float x[4];
     unpack_gate(x, in.gate[t], bf16);
+    // The bounded form is finite and can be multiplied by 0, the log gate was loaded as 0: no predicate on every element
+    const float here = t < valid ? outer : 0.f;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (t < valid) sum[e] += decay_log2<kForm>(x[e], scale, shift[e], outer);
+      if (kForm != kSoftplus || t < valid) sum[e] += decay_log2<kForm>(x[e], scale, shift[e], kForm == kSafe ? here : outer);
       g[t][e] = sum[e];
     }
   }
