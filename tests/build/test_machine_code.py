@@ -138,6 +138,7 @@ def test_every_arch_is_read(tmp_path, arch):
 @pytest.mark.parametrize("text, looped", [
     ("NOP; NOP; EXIT; BRA 0x30", []),  # the trap behind the end is never reached
     ("NOP; @P0 BRA 0x0; EXIT", [0, 1]),
+    ("NOP; @P0 BRA 0x10; EXIT", [1]),
     ("@P0 BRA 0x30; NOP; EXIT; SHFL; BRA 0x10", []),  # backward, out of code that is behind the end: no loop
     ("BRA.DIV UR4, 0x30; NOP; EXIT; SHFL; BRA 0x10", []),
     ("@P0 BRA 0x40; NOP; @P1 BRA 0x0; EXIT; SHFL; BRA 0x10", [0, 1, 2, 4, 5]),  # the same in a loop: part of it
