@@ -28,8 +28,9 @@ help: ## this list
 artifacts: $(VENV)/.build ## build artifacts/ for ARCH and cpu, verify it, end with a checked call
 	@$(RUN) build_kernels.py build --arch "$(ARCH)" $(if $(JOBS),-j $(JOBS)) --demo $(ARGS)
 
-verify: $(VENV)/.build ## check artifacts/ against its manifest and the matrix
+verify: $(VENV)/.build ## check artifacts/ against its manifest and the matrix, and the machine code of its kernels
 	@$(RUN) build_kernels.py verify
+	@$(RUN) build_kernels.py lint
 
 test: $(VENV)/.test ## all tests that need no GPU (make artifacts first)
 	$(RUN) -m pytest -m "not gpu" $(ARGS)

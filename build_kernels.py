@@ -21,6 +21,7 @@ commands:
   list     print the kernels of the matrix that the filters select; --explain also what is excluded, and why
   build    compile them, link libcula.so, write artifacts/ and verify it
   verify   check artifacts/ offline: files, hashes, archs, parameters, spills, exports, glibc versions
+  lint     check the machine code of artifacts/ against the matrix, as each build does: tensor-core instructions, waits, loads in loops
   clean    remove artifacts/; --cache also compiled results
 
 examples:
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="build_kernels.py", description="Builds the kernels of cula and the library that holds them.", epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,build,verify,clean}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,build,verify,lint,clean}")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text)
@@ -86,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     checking = add("verify", "check an artifact folder offline")
     checking.add_argument("--artifacts", type=Path, default=ROOT / "artifacts", metavar="DIR")
     checking.add_argument("--allow-partial", action="store_true", help="accept a folder that was built with build --allow-partial")
+
+    linting = add("lint", "disassemble the kernels of an artifact folder and check them against the matrix")
+    linting.add_argument("--artifacts", type=Path, default=ROOT / "artifacts", metavar="DIR")
+    linting.add_argument("--explain", action="store_true", help="a line for each kernel: what a MachineCode of it has to say")
 
     cleaning = add("clean", "remove artifacts/")
     cleaning.add_argument("--cache", action="store_true", help="remove build/ too: compiled results, logs, report")
@@ -142,6 +147,18 @@ def _verify(options, expansion) -> int:
     return 1 if violations else 0
 
 
+def _lint(options, expansion) -> int:
+    from aot.build.verify import lint_artifacts
+
+    lines, refused = lint_artifacts(options.artifacts, expansion.specs, options.explain)
+    for line in lines:
+        print(line)
+    print(
+        f"{options.artifacts}: {f'the machine code of {refused} kernels is refused' if refused else 'the machine code is as the matrix says'}"
+    )
+    return 1 if refused else 0
+
+
 def _clean(options) -> int:
     for folder in [ROOT / "artifacts", *([ROOT / "build"] if options.cache else [])]:
         shutil.rmtree(folder, ignore_errors=False) if folder.exists() else None
@@ -153,10 +170,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "clean":
             return _clean(options)
-        return {"list": _list, "build": _build, "verify": _verify}[options.command](options, expand_all())
+        return {"list": _list, "build": _build, "verify": _verify, "lint": _lint}[options.command](options, expand_all())
     except (MatrixError, ValueError) as error:
         message = str(error)
-    except RuntimeError as error:  # ToolError, SourceError, AssembleError: they say what to do
+    except RuntimeError as error:  # ToolError, SourceError, AssembleError, SassError: they say what to do
         message = f"{type(error).__name__}: {error}"
     except BrokenPipeError:  # list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

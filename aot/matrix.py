@@ -12,7 +12,7 @@ import fnmatch
 import importlib
 import itertools
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from aot.archs import ARCHS
@@ -27,6 +27,8 @@ LAYOUT = ("", "vk", "kv")
 VARIANT = ("", "prep", "prep_gf32", "state", "scan", "carry", "state_checkpoints")  # which of the kernels that a call of the op launches
 TOOLCHAINS = ("cute_dsl", "cutlass", "cpu")
 AXES = ("op", "arch", "io", "state", "k", "v", "layout", "variant")
+# Fields of a spec that only decide whether a kernel is fit to ship: a change of them compiles nothing again.
+JUDGED = ("max_local_bytes", "tensor", "waits", "max_registers", "max_narrow_loads")
 
 
 class MatrixError(ValueError):
@@ -54,6 +56,10 @@ class KernelSpec:
     dynamic_smem: int = 0  # cutlass: bytes of a launch
     smem_carveout: int = 0  # percent of an SM's memory that is to be shared memory, 0: the driver's choice
     max_local_bytes: int = 0  # local memory per thread that a written exception allows
+    tensor: tuple[tuple[str, int], ...] = ()  # tensor-core instructions of the machine code and their numbers
+    waits: int = 0  # for groups of wgmma
+    max_registers: int = 0  # a thread, 0: no budget
+    max_narrow_loads: int = 0  # in loops, that a written exception allows
 
     @property
     def kernel_id(self) -> str:
@@ -131,6 +137,37 @@ class AllowedLocalMemory(_Match):
 
 
 @dataclass(frozen=True)
+class MachineCode(_Match):
+    """What the machine code of kernels must be, and why: how many tensor-core instructions it has by name ("HGMMA": wgmma, "HMMA":
+    mma.sync); how many waits for groups of wgmma, which are those of the source unless ptxas put in more; how many registers
+    a thread at most, 0 for no budget. Kernels without an entry may have neither tensor-core instructions nor waits."""
+
+    reason: str
+    tensor: dict[str, int]
+    waits: int
+    registers: int
+    where: dict
+
+    def __init__(self, reason: str, *, tensor: dict[str, int] | None = None, waits: int = 0, registers: int = 0, **where):
+        for name, value in dict(reason=reason, tensor=tensor or {}, waits=waits, registers=registers, where=where).items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class AllowedNarrowLoads(_Match):
+    """Kernels whose loops may have up to `most` global loads of 1 or 2 bytes, and why they are not the ones that count."""
+
+    most: int
+    reason: str
+    where: dict
+
+    def __init__(self, most: int, reason: str, **where):
+        object.__setattr__(self, "most", most)
+        object.__setattr__(self, "reason", reason)
+        object.__setattr__(self, "where", where)
+
+
+@dataclass(frozen=True)
 class Route:
     """How the kernels of these archs are built. `compile` may hold axis names in braces: "cula_cpu_{op}_{io}"."""
 
@@ -151,6 +188,12 @@ class OpMatrix:
     routes: tuple[Route, ...]
     excluded: tuple[Excluded, ...] = ()
     local_memory: tuple[AllowedLocalMemory, ...] = ()
+    machine_code: tuple[MachineCode, ...] = ()
+    narrow_loads: tuple[AllowedNarrowLoads, ...] = ()
+
+    @property
+    def entries(self) -> tuple[_Match, ...]:
+        return (*self.excluded, *self.local_memory, *self.machine_code, *self.narrow_loads)
 
 
 @dataclass(frozen=True)
@@ -175,11 +218,21 @@ def _check(matrix: OpMatrix) -> None:
     for axis in ("op", "arch", "io"):
         if axis not in matrix.axes:
             raise MatrixError(f"{where}: axis {axis} is missing")
-    for entry in (*matrix.excluded, *matrix.local_memory):
+    for entry in matrix.entries:
         if not entry.reason.strip() or not entry.where:
             raise MatrixError(f"{where}: {type(entry).__name__}({entry}) needs a reason and at least one axis")
         if unknown := set(entry.where) - set(AXES):
             raise MatrixError(f"{where}: {type(entry).__name__}({entry}): unknown axis {', '.join(sorted(unknown))}")
+    for entry in matrix.machine_code:
+        for name, count in entry.tensor.items():
+            if not re.fullmatch("[A-Z]*MMA", name) or not isinstance(count, int) or count < 1:
+                raise MatrixError(
+                    f"{where}: MachineCode({entry}): tensor {name!r}: {count!r} must be an instruction like HGMMA and its number"
+                )
+        if entry.waits < 0 or (entry.waits > 0) != ("HGMMA" in entry.tensor):
+            raise MatrixError(f"{where}: MachineCode({entry}): waits {entry.waits}, but only wgmma (HGMMA) has waits, and always")
+        if not 0 <= entry.registers <= 255:
+            raise MatrixError(f"{where}: MachineCode({entry}): registers {entry.registers} must be 1 to 255, or 0 for no budget")
     for route in matrix.routes:
         if route.toolchain not in TOOLCHAINS:
             raise MatrixError(f"{where}: toolchain {route.toolchain!r} does not exist; allowed: {', '.join(TOOLCHAINS)}")
@@ -205,14 +258,24 @@ def expand(matrix: OpMatrix) -> Expansion:
         if reasons:
             excluded.append((spec, reasons[0]))
             continue
-        allowed = [entry.max_bytes for entry in matrix.local_memory if entry.matches(spec)]
-        specs.append(KernelSpec(**spec.fields() | {"max_local_bytes": max(allowed, default=0)}))
+        codes = [entry for entry in matrix.machine_code if entry.matches(spec)]
+        if len(codes) > 1:
+            raise MatrixError(f"{where}: {spec.kernel_id} has {len(codes)} MachineCode: {'; '.join(map(str, codes))}; it may have one")
+        code = codes[0] if codes else MachineCode("")
+        specs.append(
+            replace(
+                spec,
+                max_local_bytes=max((entry.max_bytes for entry in matrix.local_memory if entry.matches(spec)), default=0),
+                max_narrow_loads=max((entry.most for entry in matrix.narrow_loads if entry.matches(spec)), default=0),
+                tensor=tuple(sorted(code.tensor.items())), waits=code.waits, max_registers=code.registers,
+            )
+        )  # fmt: skip
     for entry in matrix.excluded:
         if not any(entry.matches(spec) for spec, _ in excluded):
             raise MatrixError(f"{where}: Excluded({entry}) matches no kernel: remove it")
-    for entry in matrix.local_memory:
+    for entry in matrix.entries[len(matrix.excluded) :]:
         if not any(entry.matches(spec) for spec in specs):
-            raise MatrixError(f"{where}: AllowedLocalMemory({entry}) matches no kernel: remove it")
+            raise MatrixError(f"{where}: {type(entry).__name__}({entry}) matches no kernel: remove it")
     return Expansion(tuple(specs), tuple(excluded))
 
 
@@ -252,4 +315,4 @@ def select(specs, **patterns: str | None) -> list[KernelSpec]:
     return chosen
 
 
-assert set(AXES) <= {f.name for f in fields(KernelSpec)}
+assert set(AXES) | set(JUDGED) <= {f.name for f in fields(KernelSpec)}

@@ -17,7 +17,7 @@ import torch
 
 import cula
 from benchmarks import peers, timing
-from benchmarks.report import table
+from benchmarks.report import best, table
 from tests.gpu import prefill as problems
 
 SIX = (1300, 547, 2048, 963, 271, 3063)
@@ -123,10 +123,6 @@ def accuracy(device: str = "cuda") -> dict:
     cula.kda.kda_prefill(**a)
     out, states = problems.reference(p)
     return {"out": problems.error(a["out"][0], out[0]), "state": problems.error(a["state_out"], states)}
-
-
-def best(timings: list[dict]) -> dict | None:
-    return min((t for t in timings if "us" in t), key=lambda t: t["us"], default=None)
 
 
 def run(quick: bool, copy: float | None = None) -> dict:

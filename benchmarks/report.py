@@ -7,8 +7,12 @@ from pathlib import Path
 from benchmarks.decode_inputs import CPU_SHARE_TARGET, SHARE_TARGET, US_TARGET_N1
 
 
+def best(timings: list[dict]) -> dict | None:
+    return min((t for t in timings if "us" in t), key=lambda t: t["us"], default=None)
+
+
 def best_peer(row: dict) -> dict | None:
-    return min((p for p in row["peers"] if "us" in p), key=lambda p: p["us"], default=None)
+    return best(row["peers"])
 
 
 def target_of(row: dict) -> tuple[str, bool] | None:
@@ -126,9 +130,42 @@ def short(result: dict) -> str:
     return "\n".join(lines)
 
 
+def decode_panels(d: dict) -> dict[str, dict]:
+    """Title -> lines of a plot over N: name -> [(N, share of the copy rate)]."""
+    panels = {}
+    for panel in sorted({(r["op"], r["state"], tuple(r["heads"])) for r in d["rows"]}):
+        here = [r for r in d["rows"] if (r["op"], r["state"], tuple(r["heads"])) == panel and "us" in r]
+        lines = {f"cula {layout}": [(r["n"], r["share"]) for r in here if r["layout"] == layout] for layout in sorted({r["layout"] for r in here})}
+        for r in (r for r in here if r["layout"] == "vk"):
+            for p in r["peers"]:
+                if "us" in p:
+                    lines.setdefault(p["lib"], []).append((r["n"], r["bytes"] / p["us"] / 1e3 / d["copy_GBs"]))
+        panels[f"{panel[0]} {panel[1]} {panel[2][0]}/{panel[2][1]}"] = lines
+    return panels
+
+
+def prefill_panels(p: dict) -> dict[str, dict]:
+    """Title -> lines of a plot over the shapes, for each kind of gates: name -> [(shape, share of the copy rate)]. Where a variant that
+    was asked for is faster than the plan's choice, it shows above it."""
+    panels = {}
+    for gates in sorted({r["gates"] for r in p["rows"]}):
+        lines: dict[str, list] = {}
+        for r in (r for r in p["rows"] if r["gates"] == gates):
+            shape = f"H={r['heads']}, {r['shape']}"
+            variant = best(r["variants"])
+            for name, timed in (("cula", r), ("best variant", variant), *((peer["lib"], peer) for peer in r["peers"])):
+                if timed and "us" in timed:
+                    lines.setdefault(name, []).append((shape, r["floor_us"] / timed["us"]))
+        if lines:
+            panels[f"kda_prefill, {gates} gates"] = lines
+    return panels
+
+
 def plot(result: dict, path: Path) -> str | None:
-    """Share of the copy rate over N; returns why there is no plot, or None."""
-    if "decode" not in result:
+    """Share of the copy rate: decode over N, prefill over its shapes. Returns why there is no plot, or None."""
+    decode = decode_panels(result["decode"]) if "decode" in result else {}
+    prefill = prefill_panels(result["prefill"]) if "prefill" in result else {}
+    if not decode and not prefill:
         return "no GPU rows to plot"
     try:
         import matplotlib
@@ -137,29 +174,27 @@ def plot(result: dict, path: Path) -> str | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    d = result["decode"]
-    panels = sorted({(r["op"], r["state"], tuple(r["heads"])) for r in d["rows"]})
-    columns = 4
-    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(16, 3.2 * -(-len(panels) // columns)),
-                                squeeze=False, sharey=True)
-    for axis, panel in zip(axes.flat, panels):
-        here = [r for r in d["rows"] if (r["op"], r["state"], tuple(r["heads"])) == panel and "us" in r]
-        for layout in sorted({r["layout"] for r in here}):
-            line = [(r["n"], r["share"]) for r in here if r["layout"] == layout]
-            axis.plot(*zip(*line), marker="o", label=f"cula {layout}")
-        peer_lines: dict[str, list] = {}
-        for r in (r for r in here if r["layout"] == "vk"):
-            for p in r["peers"]:
-                if "us" in p:
-                    peer_lines.setdefault(p["lib"], []).append((r["n"], r["bytes"] / p["us"] / 1e3 / d["copy_GBs"]))
-        for lib, line in peer_lines.items():
-            axis.plot(*zip(*line), linestyle="--", marker=".", label=lib)
-        axis.set(title=f"{panel[0]} {panel[1]} {panel[2][0]}/{panel[2][1]}", xscale="log", xlabel="N", ylim=(0, 1.05))
-        axis.legend(fontsize=7)
+    columns, wide = 4, 2  # a panel of prefill has fifteen names below it
+    above = -(-len(decode) // columns)
+    rows = above + -(-len(prefill) * wide // columns)
+    figure = plt.figure(figsize=(16, 3.2 * above + 4.2 * (rows - above)))
+    grid = figure.add_gridspec(rows, columns)
+    places = [grid[i // columns, i % columns] for i in range(len(decode))]
+    places += [grid[above + i * wide // columns, i * wide % columns : i * wide % columns + wide] for i in range(len(prefill))]
+    for number, (place, (title, lines)) in enumerate(zip(places, [*decode.items(), *prefill.items()])):
+        axis, over_n = figure.add_subplot(place), number < len(decode)
+        if not over_n:  # all shapes in the order of the rows, also those that only a peer has
+            shapes = list(dict.fromkeys(f"H={r['heads']}, {r['shape']}" for r in result["prefill"]["rows"]))
+            axis.set_xticks(range(len(shapes)), shapes, fontsize=7, rotation=35, ha="right")
+            lines = {name: [(shapes.index(shape), share) for shape, share in line] for name, line in lines.items()}
+        for name, line in lines.items():
+            ours = name.split()[0] == "cula"
+            axis.plot(*zip(*line), marker="o" if ours else ".", label=name, linestyle=("-" if ours else "--") if over_n else "")
+        axis.set(title=title, ylim=(0, 1.05), ylabel="share of the copy rate", **({"xscale": "log", "xlabel": "N"} if over_n else {}))
+        if lines:
+            axis.legend(fontsize=7)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(panels):]:
-        axis.set_visible(False)
-    axes[0][0].set_ylabel("share of the copy rate")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    plt.close(figure)
     return None

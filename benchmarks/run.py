@@ -70,8 +70,10 @@ def main() -> int:
         text += "\n" + prefill.markdown(result["prefill"]) + "\n"
     if "cpu_prefill" in result:
         text += "\n" + prefill_cpu.markdown(result["cpu_prefill"]) + "\n"
-    (args.out / "bench.md").write_text(text)
     missing = report.plot(result, args.out / "bench.png")
+    if not missing:
+        text += "\n![share of the copy rate](bench.png)\n"
+    (args.out / "bench.md").write_text(text)
     print(f"\nwritten: {args.out}/bench.md, bench.json" + (f"; no plot: {missing}" if missing else ", bench.png") + "\n")
     print(report.short(result))
     return 0

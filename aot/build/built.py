@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aot.build import cache, compile_cutedsl, compile_cutlass, cubin_info, lint, toolchain
 from aot.build.params import Declared
-from aot.matrix import KernelSpec
+from aot.matrix import JUDGED, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class BuiltKernel:
     toolkit: int = 0
     spill_stores: int = 0
     spill_loads: int = 0
+    code: str = "-"  # lint's word for its machine code
 
 
 class KernelKeys:
@@ -43,11 +44,10 @@ class KernelKeys:
         return cache.source_hashes(self.root, step.source_files(compile_text, params, self.root))
 
     def __call__(self, spec: KernelSpec) -> tuple[str, dict[str, str]]:
-        """The key, and the hashes of the sources in it. What only decides whether a kernel is fit to ship (max_local_bytes) is not
-        in the key."""
+        """The key, and the hashes of the sources in it. What only decides whether a kernel is fit to ship is not in the key."""
         sources = self.sources(spec.toolchain, spec.compile, spec.params)
         key = cache.key_of(
-            spec={name: value for name, value in spec.fields().items() if name != "max_local_bytes"},
+            spec={name: value for name, value in spec.fields().items() if name not in JUDGED},
             sources=sources,
             step=self.steps[spec.toolchain],
             tools=self.tools(spec.toolchain),
@@ -67,7 +67,7 @@ def gpu_kernel(spec: KernelSpec, declared: tuple[Declared, ...], key: str, entry
     block = tuple(facts["block"] or (kernel and (kernel.max_block or kernel.required_block)) or (0, 0, 0))
     problems = lint.lint(
         arch=spec.arch, entry=facts["entry"], block=block, max_dynamic_smem=facts["max_dynamic_smem"],
-        max_local_bytes=spec.max_local_bytes, declared=declared, info=info,
+        max_local_bytes=spec.max_local_bytes, max_registers=spec.max_registers, declared=declared, info=info,
     )  # fmt: skip
     built = BuiltKernel(
         spec, declared, key, cubin, facts["entry"], block, facts["max_dynamic_smem"], kernel, info.toolkit,

@@ -52,6 +52,8 @@ def compile_kernel(spec: KernelSpec, root: Path, workdir: Path) -> Compiled:
         raise CompileError(f'read {", ".join(extra)}, which its cache key does not cover: write #include "path from the root"')
     ptx.write_text(_MODULE_ID.sub(r"\g<1>00000000_\2_00000000", ptx.read_text()))
     log = run_tool(toolchain.ptxas(), *PTXAS_FLAGS, f"-arch={ARCHS[spec.arch].target}", ptx, "-o", cubin, cwd=workdir)
+    if remarks := [line for line in log.splitlines() if "(C75" in line]:
+        raise CompileError("error: wgmma serialised or with waits of ptxas's own:\n" + "\n".join(remarks))
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return Compiled(
         {"kernel.cubin": cubin.read_bytes()},

@@ -1,6 +1,6 @@
 """A build from matrix to artifact folder: compile what the cache does not have, check, link, assemble, verify.
 
-specs -> keys -> cache or worker processes -> BuiltKernel + lint -> libcula.so -> artifacts/ -> verify
+specs -> keys -> cache or worker processes -> BuiltKernel -> lint -> libcula.so -> artifacts/ -> verify
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import platform
 import subprocess
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from aot.build import assemble, host, link, manifest, toolchain
+from aot.build import assemble, host, lint, link, manifest, sass, toolchain
 from aot.build.built import BuiltKernel, KernelKeys, gpu_kernel
 from aot.build.cache import Cache, key_of, source_hashes
 from aot.build.header import Header, read_header
@@ -151,6 +151,8 @@ def _build(request: Request, start: float) -> int:
 
     declared = functools.cache(lambda path: read_params(root / path))
 
+    if any(spec.is_gpu for spec in request.specs):
+        toolchain.nvdisasm()  # missing: said now, and not after all compiles
     jobs = make_jobs(request, seconds)
     by_name = {job.name: job for job in jobs}
     entries = {job.name: entry for job in jobs if (entry := store.load(job.key))}
@@ -193,6 +195,7 @@ def _build(request: Request, start: float) -> int:
         run_jobs(missing, store, request.workers, on_done)
     finally:
         _write_report(report_path, request, Report(seconds, len(missing), len(jobs) - len(missing), round(time.monotonic() - start, 2)))
+    failures += _check_code(kernels, store)
     if failures:
         print_failures(failures, request.build_dir / "logs")
         hosts_failed = any(by_name[name].kind == "host" for name, _ in failures)
@@ -235,6 +238,19 @@ def _build(request: Request, start: float) -> int:
         f"verified, {state}{'' if complete else ', PARTIAL'} ({took:.1f} s)"
     )
     return 0
+
+
+def _check_code(kernels: dict[str, BuiltKernel], store: Cache) -> list[tuple[str, str]]:
+    """What is wrong with the machine code of kernels, which are removed then; the others get lint's word for it."""
+    failures, names = [], list(kernels)
+    found = sass.read_facts([(kernels[name].spec.arch, kernels[name].cubin, kernels[name].entry) for name in names], store)
+    for name, facts in zip(names, found):
+        if problems := lint.lint_code(kernels[name].spec, facts):
+            failures.append((name, "\n".join(f"error: {problem}" for problem in problems)))
+            del kernels[name]
+        else:
+            kernels[name] = replace(kernels[name], code=lint.word(facts))
+    return failures
 
 
 def _write_report(path: Path, request: Request, report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -37,6 +38,7 @@ def print_failures(failures: list[tuple[str, str]], logs: Path) -> None:
     """A table of what failed, grouped by message; the whole text of each goes to a file."""
     logs.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[str]] = defaultdict(list)
+    texts = dict(failures)
     for name, text in failures:
         (logs / _log_name(name)).write_text(text)
         groups[_message(text)[:300]].append(name)
@@ -45,6 +47,8 @@ def print_failures(failures: list[tuple[str, str]], logs: Path) -> None:
         say(
             f"  {message}\n      {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}; whole message: {logs / _log_name(names[0])}"
         )
+        for line in _instructions(texts[names[0]], message):
+            say(f"          {line}")
 
 
 def _message(text: str) -> str:
@@ -58,6 +62,14 @@ def _message(text: str) -> str:
     return lines[-1] if lines else "no message"
 
 
+def _instructions(text: str, message: str) -> list[str]:
+    """The first of those that lint lists under a message."""
+    lines = text.splitlines()
+    at = next((number for number, line in enumerate(lines) if line.startswith(message)), len(lines))
+    under = itertools.takewhile(lambda line: line.startswith("    0x"), lines[at + 1 :])
+    return [line.strip() for line in itertools.islice(under, 3)]
+
+
 def _log_name(name: str) -> str:
     return name.replace("/", "_").replace(" ", "_") + ".log"
 
@@ -67,7 +79,7 @@ def summary_table(kernels: list[BuiltKernel]) -> str:
     groups: dict[tuple[str, str], list[BuiltKernel]] = defaultdict(list)
     for kernel in kernels:
         groups[kernel.spec.arch, kernel.spec.op].append(kernel)
-    rows = [("arch", "op", "toolchain", "kernels", "registers", "local B", "KB")]
+    rows = [("arch", "op", "toolchain", "kernels", "registers", "local B", "KB", "code")]
     for (arch, op), members in sorted(groups.items(), key=lambda item: (list(ARCHS).index(item[0][0]), item[0][1])):
         infos = [member.info for member in members if member.info]
         registers = [info.registers for info in infos]
@@ -76,6 +88,7 @@ def summary_table(kernels: list[BuiltKernel]) -> str:
             f"{min(registers)}-{max(registers)}" if registers else "-",
             str(max(info.local_bytes for info in infos)) if infos else "-",
             f"{sum(len(member.cubin) for member in members) / 1024:.0f}" if infos else "-",
+            f"{excepted} excepted" if (excepted := [member.code for member in members].count("excepted")) else members[0].code,
         ))  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

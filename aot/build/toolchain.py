@@ -21,6 +21,7 @@ from aot.matrix import ROOT
 REQUIREMENTS = ROOT / "requirements" / "build.txt"
 DSL = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12")
 NVCC = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl", "nvidia-cutlass")
+NVDISASM = ("nvidia-cuda-nvdisasm",)  # what lint reads; decides nothing of a kernel
 HOST = ("cuda-core", "jaxlib")  # for dlpack.h and XLA's FFI header
 
 
@@ -89,6 +90,10 @@ def nvcc() -> Path:
 
 def ptxas() -> Path:
     return _inside("nvidia-cuda-nvcc", "nvidia/cu13/bin/ptxas")
+
+
+def nvdisasm() -> Path:
+    return _inside("nvidia-cuda-nvdisasm", "nvidia/cu13/bin/nvdisasm")
 
 
 def cutlass_include() -> Path:

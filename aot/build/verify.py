@@ -1,7 +1,7 @@
 """Checks an artifact folder offline: every file, kernel and symbol against the manifest, the matrix and cula.h.
 
 A violation has a kind, so that tests and tools can tell them apart:
-    missing unknown truncated changed arch entry params resources spills embedded matrix exports glibc size manifest
+    missing unknown truncated changed arch entry params resources registers spills embedded matrix exports glibc size manifest
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aot.archs import ARCHS
-from aot.build import assemble, exports, lint
+from aot.build import assemble, exports, lint, sass
 from aot.build.cache import sha256
 from aot.build.cubin_info import CubinError, read_cubin
 from aot.build.elf import Elf, ElfError
@@ -125,6 +125,8 @@ def _check_kernel(artifacts: Path, kernel: dict, spec: KernelSpec | None, read_d
     limit = spec.max_local_bytes if spec else 0
     if found.local_bytes > limit:
         yield Violation("spills", name, f"{found.local_bytes} bytes of local memory a thread, allowed {limit}")
+    if spec and spec.max_registers and found.registers > spec.max_registers:
+        yield Violation("registers", name, f"{found.registers} registers a thread; the budget in the matrix is {spec.max_registers}")
     resources = kernel["resources"]
     for key, value in (("registers", found.registers), ("static_smem", found.static_smem), ("local_bytes", found.local_bytes)):
         if resources[key] != value:
@@ -157,3 +159,30 @@ def _check_library(artifacts: Path, manifest: dict):
     limit = SIZE_LIMIT * max(1, len([arch for arch in manifest["archs"] if arch != "cpu"]))
     if len(data) > limit:
         yield Violation("size", path, f"has {len(data) / 2**20:.1f} MB, allowed {limit / 2**20:.0f} MB for its archs")
+
+
+_EXPLAINED = {"waits": "waits", "narrow_loads": "narrow loads in loops", "generic": "generic", "local": "local"}
+
+
+def lint_artifacts(artifacts: Path, specs: tuple[KernelSpec, ...], explain: bool = False) -> tuple[list[str], int]:
+    """lint.lint_code for the kernels of an artifact folder: lines to print, and how many kernels are refused. explain: a line for each.
+    Raises ManifestError, SassError, ToolError."""
+    by_id = {spec.kernel_id: spec for spec in specs}
+    kernels = [kernel for kernel in read_manifest(artifacts)["kernels"] if "cubin" in kernel]
+    if unknown := [kernel["id"] for kernel in kernels if kernel["id"] not in by_id]:
+        raise ManifestError(f"{unknown[0]} is in {artifacts}, but not in the matrix: build again")
+    try:
+        cubins = [(artifacts / kernel["cubin"]["file"]).read_bytes() for kernel in kernels]
+    except OSError as error:
+        raise ManifestError(f"{error}: build again") from None
+    lines, refused = [], 0
+    found = sass.read_facts([(kernel["arch"], cubin, kernel["entry_symbol"]) for kernel, cubin in zip(kernels, cubins)])
+    for kernel, facts in zip(kernels, found):
+        problems = lint.lint_code(by_id[kernel["id"]], facts)
+        refused += bool(problems)
+        lines += [f"{kernel['id']}: {problem}" for problem in problems]
+        if explain and "unread" not in facts:
+            tensor = ", ".join(f"{count} {name}" for name, count in facts["tensor"].items()) or "no tensor core"
+            numbers = ", ".join(f"{facts[key]['count']} {text}" for key, text in _EXPLAINED.items())
+            lines.append(f"{kernel['id']:50}  {tensor}, {numbers}, {kernel['resources']['registers']} registers")
+    return lines, refused

@@ -49,7 +49,7 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_help_explains():
-    for words in (["--help"], ["build", "--help"], ["list", "--help"], ["verify", "--help"], ["clean", "--help"]):
+    for words in (["--help"], ["build", "--help"], ["list", "--help"], ["verify", "--help"], ["lint", "--help"], ["clean", "--help"]):
         done = run(*words)
         assert done.returncode == 0 and len(done.stdout) > 150
     assert "kda_decode.sm90.bf16.sfp32.k128.vk" in run("--help").stdout
@@ -69,6 +69,7 @@ def test_help_explains():
     (["build", "-j", "2.5"], "'2.5' is no number of parallel compiles"),
     (["make"], "invalid choice: 'make'"),
     ([], "required"),
+    (["lint", "--artifacts", "/nonexistent"], "/nonexistent/manifest.json does not exist: run `make artifacts ARCH=sm90`"),
     (["verify", "--artifacts", "/nonexistent"], "/nonexistent/manifest.json does not exist: run `make artifacts ARCH=sm90`"),
 ])  # fmt: skip
 def test_mistakes_are_named_with_what_is_allowed(words, message):
@@ -114,7 +115,7 @@ def test_every_tool_is_pinned_exactly():
         for line in (ROOT / f"requirements/{name}.txt").read_text().splitlines():
             text = line.partition("#")[0].strip()
             assert not text or re.fullmatch(r'[A-Za-z0-9_.-]+(\[\w+\])?==[0-9][A-Za-z0-9.]*(; python_version (<|>=) "3\.\d+")?', text), line
-    assert set(toolchain.DSL + toolchain.NVCC + toolchain.HOST) <= set(toolchain.pins())
+    assert set(toolchain.DSL + toolchain.NVCC + toolchain.NVDISASM + toolchain.HOST) <= set(toolchain.pins())
 
 
 # ---------------------------------------------------------------------------------------------------------- Makefile

@@ -10,9 +10,23 @@ from hypothesis import strategies as st
 
 from aot import matrix
 from aot.archs import ARCHS, parse_archs
+from aot.build.built import KernelKeys
 from aot.build.header import read_header
 from aot.build.params import read_params
-from aot.matrix import AllowedLocalMemory, Excluded, KernelSpec, MatrixError, OpMatrix, Route, expand, expand_all, parse_kernel_id, select
+from aot.matrix import (
+    AllowedLocalMemory,
+    AllowedNarrowLoads,
+    Excluded,
+    KernelSpec,
+    MachineCode,
+    MatrixError,
+    OpMatrix,
+    Route,
+    expand,
+    expand_all,
+    parse_kernel_id,
+    select,
+)
 
 ALL = expand_all()
 HEADER = read_header(matrix.ROOT / "aot/capi/include/cula.h")
@@ -92,7 +106,39 @@ def test_a_local_memory_exception_reaches_its_kernels_only():
     assert {spec.max_local_bytes for spec in result.specs if (spec.op, spec.k) != ("b", 64)} == {0}
 
 
+def test_what_is_said_of_machine_code_reaches_its_kernels_only():
+    code = MachineCode("two products of 4 steps", op="b", k=64, arch="sm90", tensor={"HMMA": 4, "HGMMA": 8}, waits=2, registers=96)
+    result = expand(
+        small(machine_code=(code,), narrow_loads=(AllowedNarrowLoads(3, "scalars", op="b"), AllowedNarrowLoads(5, "more", op="b", k=64)))
+    )
+    chosen = [spec for spec in result.specs if (spec.op, spec.k, spec.arch) == ("b", 64, "sm90")]
+    assert {(spec.tensor, spec.waits, spec.max_registers, spec.max_narrow_loads) for spec in chosen} == {
+        ((("HGMMA", 8), ("HMMA", 4)), 2, 96, 5)
+    }
+    others = [spec for spec in result.specs if spec not in chosen]
+    assert {(spec.tensor, spec.waits, spec.max_registers) for spec in others} == {((), 0, 0)}
+    assert {spec.max_narrow_loads for spec in others if spec.op == "a"} == {0}
+
+
+def test_what_only_judges_a_kernel_is_not_in_its_key():
+    keys, spec = KernelKeys(matrix.ROOT), next(spec for spec in ALL.specs if spec.arch == "sm90" and spec.op == "l2norm")
+    other = dict(max_local_bytes=8, tensor=(("HMMA", 1),), waits=3, max_registers=9, max_narrow_loads=7)
+    assert set(other) == set(matrix.JUDGED)
+    assert keys(spec) == keys(replace(spec, **other)) and keys(spec)[0] != keys(replace(spec, dynamic_smem=16))[0]
+
+
 @pytest.mark.parametrize("changes, message", [
+    (dict(machine_code=(MachineCode("old", k=96),)), r"MachineCode\(k=96\) matches no kernel: remove it"),
+    (dict(machine_code=(MachineCode("", k=64),)), r"MachineCode\(k=64\) needs a reason"),
+    (dict(machine_code=(MachineCode("all", registers=64),)), "at least one axis"),
+    (dict(machine_code=(MachineCode("a", k=64), MachineCode("b", op="a"))), "has 2 MachineCode: k=64; op=a; it may have one"),
+    (dict(machine_code=(MachineCode("a", k=64, tensor={"wgmma": 4}),)), "tensor 'wgmma': 4 must be an instruction like HGMMA and its number"),
+    (dict(machine_code=(MachineCode("a", k=64, tensor={"HMMA": 0}),)), "tensor 'HMMA': 0 must be"),
+    (dict(machine_code=(MachineCode("a", k=64, tensor={"HGMMA": 4}),)), r"waits 0, but only wgmma \(HGMMA\) has waits, and always"),
+    (dict(machine_code=(MachineCode("a", k=64, tensor={"HMMA": 4}, waits=1),)), "waits 1, but only wgmma"),
+    (dict(machine_code=(MachineCode("a", k=64, registers=256),)), "registers 256 must be 1 to 255"),
+    (dict(narrow_loads=(AllowedNarrowLoads(4, "old", k=96),)), r"AllowedNarrowLoads\(k=96\) matches no kernel: remove it"),
+    (dict(narrow_loads=(AllowedNarrowLoads(4, "typing mistake", dim=64),)), "unknown axis dim"),
     (dict(excluded=(Excluded("old", k=96),)), r"Excluded\(k=96\) matches no kernel: remove it"),
     (dict(excluded=(Excluded("twice", k=64), Excluded("", k=128))), "needs a reason"),
     (dict(excluded=(Excluded("everything"),)), "at least one axis"),

@@ -97,7 +97,7 @@ def test_local_memory_is_refused_unless_an_exception_allows_it(project, capsys):
     said = capsys.readouterr().out
     assert "REFUSED" in said and "bytes of local memory a thread (spills or local arrays), allowed 0" in said
     assert build(request_of(project)) == 1, "a refused kernel is refused from the cache too"
-    allowed = (replace(CUTLASS, max_local_bytes=1024), CUTE_DSL, CPU)
+    allowed = (replace(CUTLASS, max_local_bytes=1024, max_narrow_loads=16), CUTE_DSL, CPU)
     assert build(request_of(project, allowed)) == 0
     assert not verify(project / "artifacts", allowed, project)
     assert {v.kind for v in verify(project / "artifacts", SPECS, project)} == {"spills"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aot.archs import ARCHS
+from aot.build import lint, sass
 from aot.build.built import KernelKeys, gpu_kernel
 from aot.build.cache import Cache
 from aot.build.job import Job
@@ -40,6 +41,14 @@ def test_every_arch_is_among_them():
     assert {spec.arch for spec in SPECS} == set(ARCHS) - {"cpu"} and len(SPECS) >= 4 * 9
 
 
+@pytest.fixture(scope="module")
+def code(compiled):
+    """kernel id -> facts of its machine code."""
+    kernels = [result[0] for result in compiled.values() if not isinstance(result, str)]
+    found = sass.read_facts([(kernel.spec.arch, kernel.cubin, kernel.entry) for kernel in kernels])
+    return {kernel.spec.kernel_id: facts for kernel, facts in zip(kernels, found)}
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kernel_id)
 def test_it_compiles_and_is_fit_to_ship(compiled, spec):
     result = compiled[spec.kernel_id]
@@ -48,3 +57,10 @@ def test_it_compiles_and_is_fit_to_ship(compiled, spec):
     assert problems == []
     assert kernel.info.local_bytes == kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.info.entry == kernel.entry and len(kernel.info.params) == len(kernel.declared)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kernel_id)
+def test_its_machine_code_is_as_the_matrix_says(code, spec):
+    assert lint.lint_code(spec, code[spec.kernel_id]) == []
+    narrow = code[spec.kernel_id]["narrow_loads"]["count"]
+    assert bool(narrow) == bool(spec.max_narrow_loads), "an exception that the kernel does not need is stale"

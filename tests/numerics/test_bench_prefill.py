@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from benchmarks import peers, prefill
+from benchmarks import peers, prefill, report
 
 
 def test_recorded_peers_name_the_shapes_that_are_timed():
@@ -38,7 +38,7 @@ def test_accuracy_of_the_peers_case():
     assert figures["out"] <= 2.0e-3 and figures["state"] <= 5.4e-7
 
 
-def test_a_run_with_a_fake_timer(monkeypatch):
+def test_a_run_with_a_fake_timer(monkeypatch, tmp_path):
     """Every case of a quick run, with the tensors on the CPU and the times counted up: what is asked for, and what is shown."""
     clock, real = itertools.count(100), prefill.arguments
     calls = []
@@ -56,6 +56,19 @@ def test_a_run_with_a_fake_timer(monkeypatch):
     assert bool(torch.isfinite(calls[0].keywords["out"]).all())
     text = prefill.markdown(result)
     assert "| 2 | 8192 | random | 0.100 | 0.003 | 3 | overlap 3: 0.101 | -1.0% |" in text and "4.00e-03" in text
+    floor, rows = (2 * 131072 + 20512) / 100.0 / 1e3, result["rows"]
+    panels = report.prefill_panels(result)
+    assert list(panels) == ["kda_prefill, random gates", "kda_prefill, slow gates"]
+    for row, lines in zip(rows, panels.values()):
+        assert lines["cula"] == [("H=2, 8192", floor / row["us"])] and row["us"] >= 100
+        assert lines["best variant"] == [("H=2, 8192", floor / (row["us"] + 1))]  # the first that was asked for is next on the clock
+    missing = report.plot({"prefill": result}, tmp_path / "bench.png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert missing == "matplotlib is not installed"
+    else:
+        assert missing is None and (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_table_shows_failures():
@@ -63,3 +76,12 @@ def test_table_shows_failures():
     bad = case | {"error": "ValueError: no", "floor_us": 1.0, "variants": [], "peers": [{"lib": "fla", "source": "measured", "error": "OutOfMemory"}]}
     text = prefill.markdown({"copy_GBs": 4284.0, "rows": [bad], "accuracy": {"out": float("nan"), "state": 0.0}})
     assert "failed | ValueError: no" in text and "| fla | OutOfMemory |" in text and "out nan" in text
+    assert report.prefill_panels({"rows": [bad]}) == {} and report.plot({"prefill": {"rows": [bad]}}, None) == "no GPU rows to plot"
+
+
+def test_the_plot_leaves_out_what_has_no_time_and_keeps_peers_beside_a_failure():
+    case = vars(prefill.cases(True)[0]) | {"floor_us": 40.0, "variants": [{"variant": "overlap", "error": "no"}, {"variant": "serial", "us": 160.0}]}
+    failed = case | {"shape": "512", "error": "no", "variants": [], "peers": [{"lib": "fla", "source": "PEERS.md", "us": 400.0}]}
+    timed = case | {"shape": "8192", "us": 200.0, "peers": [{"lib": "cudnn", "us": 80.0}, {"lib": "fla", "error": "no"}]}
+    (lines,) = report.prefill_panels({"rows": [failed, timed]}).values()
+    assert lines == {"fla": [("H=64, 512", 0.1)], "cula": [("H=64, 8192", 0.2)], "best variant": [("H=64, 8192", 0.25)], "cudnn": [("H=64, 8192", 0.5)]}

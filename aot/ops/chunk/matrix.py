@@ -11,7 +11,7 @@ The CPU has one kernel a call, with no axis v: it takes any multiple of 64, as d
 static_assert; tests/capi compares them.
 """
 
-from aot.matrix import AllowedLocalMemory, OpMatrix, Route
+from aot.matrix import AllowedLocalMemory, AllowedNarrowLoads, MachineCode, OpMatrix, Route
 
 GPU = ("sm90", "sm100", "sm103", "sm120")
 DIMS = dict(k=(128,), v=(128,))
@@ -29,6 +29,12 @@ def _prep(variant: str, defines: tuple[str, ...]) -> OpMatrix:
             AllowedLocalMemory(224, "saved registers of the functions of the exact path and of the chunk's bound, and 20 accesses of 900 instructions a "
                                "record: the next record's inputs wait in 24 registers", arch=GPU[:3]),
         ),
+        machine_code=(
+            MachineCode("3 score() of 16: the diagonal, below it, the exact path; 2 matmul16() of 12. Two blocks share a multiprocessor with one of state",
+                        tensor={"HMMA": 72}, registers=72, arch=GPU[:3]),
+            MachineCode("the same products; one block fits a multiprocessor, whatever it takes", tensor={"HMMA": 72}, registers=128, arch="sm120"),
+        ),
+        narrow_loads=(AllowedNarrowLoads(6, "A_log, dt_bias of 4 channels and beta: once a record, of the caller's dtype and alignment", variant=variant),),
     )  # fmt: skip
 
 
@@ -39,6 +45,14 @@ MATRICES = (
         family="chunk",
         axes=dict(op=("kda_prefill",), arch=GPU, io=("bf16", "fp16"), state=("fp32", "bf16"), **DIMS, layout=("vk", "kv"), variant=("state", "state_checkpoints", "scan")),
         routes=(Route(GPU, "cute_dsl", "aot.ops.chunk.compile:compile_state", "aot/ops/chunk/params_state.def", smem_carveout=LARGEST_CARVEOUT),),
+        machine_code=(
+            MachineCode("8 for R, 8 and 2 for O, 2 for U, 2 for S; the loop's 4 wait_group. Beside two blocks of prep", arch="sm90",
+                        variant=("state", "state_checkpoints"), tensor={"HGMMA": 22}, waits=4, registers=224),
+            MachineCode("the same without O", arch="sm90", variant="scan", tensor={"HGMMA": 12}, waits=4, registers=224),
+            MachineCode("a warp's 16 rows: 32 for R, 32 and 8 for O, 8 for U, 32 for S. Beside two blocks of prep", arch=GPU[1:],
+                        variant=("state", "state_checkpoints"), tensor={"HMMA": 112}, registers=224),
+            MachineCode("the same without O", arch=GPU[1:], variant="scan", tensor={"HMMA": 72}, registers=224),
+        ),
     ),
     OpMatrix(
         family="chunk",

@@ -5,7 +5,7 @@ many independent state rows there are. Gate and beta forms, index types and slot
 as axes they would multiply the kernels by more than fifty, and the branches on them are uniform and before the state is read.
 """
 
-from aot.matrix import OpMatrix, Route
+from aot.matrix import AllowedNarrowLoads, OpMatrix, Route
 
 MATRICES = (
     OpMatrix(
@@ -22,5 +22,9 @@ MATRICES = (
             Route(("sm90", "sm100", "sm103", "sm120"), "cute_dsl", "aot.ops.decode.kernel:compile_decode", "aot/ops/decode/params.def"),
             Route(("cpu",), "cpu", "cula_cpu_decode_{io}_s{state}_{layout}", "aot/ops/decode/params.def"),
         ),
+        narrow_loads=(
+            AllowedNarrowLoads(1, "the lane's element of v for the next step: 2 bytes beside a state row of 128 to 1024",
+                               arch=("sm90", "sm100", "sm103", "sm120"), io=("bf16", "fp16"), layout="vk"),
+        ),
     ),
-)
+)  # fmt: skip

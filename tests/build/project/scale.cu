@@ -1,4 +1,5 @@
 // y[i * stride] = scale * x[i]. TOY_LOCAL: with a local array that cannot live in registers.
+// TOY_NARROW: with loads of one element in a loop.
 #include <cuda_bf16.h>
 #include <cute/config.hpp>
 
@@ -15,6 +16,10 @@ extern "C" __global__ void __launch_bounds__(128) cula_l2norm(const Element* x, 
   float local[256];
   for (int j = 0; j < n; ++j) local[(j * 7) & 255] = float(x[j]);
   scale = local[i & 255];
+#endif
+#ifdef TOY_NARROW
+#pragma unroll 1
+  for (int j = 0; j < n; ++j) scale += float(x[i + j * stride]);
 #endif
   tile[threadIdx.x] = i < n ? float(x[i]) : 0.0f;
   __syncthreads();
