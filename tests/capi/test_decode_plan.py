@@ -25,7 +25,8 @@ def name_of(t) -> str | None:
 
 
 def address(t) -> int:
-    return (t.data or 0) + t.byte_offset if t is not None else 0
+    """Of the first element; 0 where there is none."""
+    return (t.data or 0) + t.byte_offset if t is not None and all(t.shape[: t.ndim]) else 0
 
 
 def strides_of(t) -> list[int]:
