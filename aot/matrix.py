@@ -103,6 +103,11 @@ def parse_kernel_id(kernel_id: str) -> dict:
 class _Match:
     """Entries that pick kernels by axis values, where a tuple means any of its members."""
 
+    def _set(self, **fields):
+        """In __init__: the entries are frozen, and take the axes as keywords of their own."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
     def matches(self, spec: KernelSpec) -> bool:
         return all(getattr(spec, axis) in (value if isinstance(value, tuple) else (value,)) for axis, value in self.where.items())
 
@@ -118,8 +123,7 @@ class Excluded(_Match):
     where: dict
 
     def __init__(self, reason: str, **where):
-        object.__setattr__(self, "reason", reason)
-        object.__setattr__(self, "where", where)
+        self._set(reason=reason, where=where)
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,7 @@ class AllowedLocalMemory(_Match):
     where: dict
 
     def __init__(self, max_bytes: int, reason: str, **where):
-        object.__setattr__(self, "max_bytes", max_bytes)
-        object.__setattr__(self, "reason", reason)
-        object.__setattr__(self, "where", where)
+        self._set(max_bytes=max_bytes, reason=reason, where=where)
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,7 @@ class MachineCode(_Match):
     where: dict
 
     def __init__(self, reason: str, *, tensor: dict[str, int] | None = None, waits: int = 0, registers: int = 0, **where):
-        for name, value in dict(reason=reason, tensor=tensor or {}, waits=waits, registers=registers, where=where).items():
-            object.__setattr__(self, name, value)
+        self._set(reason=reason, tensor=tensor or {}, waits=waits, registers=registers, where=where)
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,7 @@ class AllowedNarrowLoads(_Match):
     where: dict
 
     def __init__(self, most: int, reason: str, **where):
-        object.__setattr__(self, "most", most)
-        object.__setattr__(self, "reason", reason)
-        object.__setattr__(self, "where", where)
+        self._set(most=most, reason=reason, where=where)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def cpu_table(result: dict) -> str:
 
 def markdown(result: dict) -> str:
     machine = result["machine"]
-    parts = ["# Decode benchmark", ", ".join(f"{k}: {v}" for k, v in machine.items()),
+    parts = ["# Benchmark", ", ".join(f"{k}: {v}" for k, v in machine.items()),
              "us: median time a call in a CUDA graph that rotates over states of 600 MB in all, L2 flushed before each replay. "
              "Share: least bytes (states in and out, rows once) over the time, against the copy rate of the same run. Peers "
              "marked `PEERS.md` are recorded figures of an H200, the others were measured in this run. On the CPU: the wall clock, states of four times "

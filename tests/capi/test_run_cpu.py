@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from tests.capi import abi, standin
+from tests.capi import abi, standin, test_prefill_plan
 from tests.capi.abi import CPU, INVALID, OK, tensor
-from tests.capi import test_prefill_plan
 from tests.capi.calls import decode, gate, l2norm, prefill
 from tests.capi.test_decode_plan import CODE, address, expected, f32, name_of, random_problem, strides_of
 from tests.capi.test_decode_rules import with_

@@ -17,6 +17,8 @@ from tests.cpu.build import LEVELS, ROOT, build
 GRAIN_BYTES = 128 << 10  # kGrainBytes of parallel.h
 PREFILL_FLOAT32 = 5.4e-7  # relative RMSE of prefill in float32, derived in test_prefill.py
 FP32, BF16, FP16, ABSENT = range(4)  # dtype codes of the .def files
+DTYPES = (FP32, BF16, FP16)
+BETA_KIND = {"value": 0, "logit": 1, "logit_twice": 2}
 STORED = {FP32: np.float32, BF16: np.uint16, FP16: np.float16}
 LEVEL_NAMES = tuple(LEVELS)
 
@@ -36,6 +38,12 @@ def library() -> ctypes.CDLL:
     lib.harness_nested.argtypes = [i64, i64, p]
     lib.harness_quota.argtypes = [ctypes.c_char_p]
     return lib
+
+
+def picker(rng, fixed):
+    """pick(name, *choices) for random problems: fixed[name] where it is given, else one of the choices."""
+    return lambda name, *choices: fixed[name] if name in fixed else choices[rng.integers(len(choices))]
+
 
 
 def decode(*arguments) -> None:

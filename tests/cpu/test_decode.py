@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from tests.cpu import native
-from tests.cpu.native import ABSENT, BF16, FP16, FP32, Params, address, assert_close, operand
+from tests.cpu.native import ABSENT, BETA_KIND, BF16, DTYPES, FP32, Params, address, assert_close, operand, picker
 from tests.reference import recurrence
 
 DEF = "aot/ops/decode/params.def"
 GATES = {"kda": ("none", "log_channel", "raw", "raw_bound"), "gdn": ("none", "log_head", "raw"), "gla": ("none", "log_channel"),
          "lightning": ("none", "log_head", "const_head")}
 GATE_KIND = {"none": 0, "log_head": 1, "log_channel": 2, "raw": 3, "const_head": 4}
-BETA_KIND = {"value": 0, "logit": 1, "logit_twice": 2}
-DTYPES = (FP32, BF16, FP16)
 CASES = 80
 
 
@@ -29,10 +27,7 @@ class Case:
 
     def __init__(self, seed, **fixed):
         rng = self.rng = np.random.default_rng(seed)
-
-        def pick(name, *choices):
-            return fixed[name] if name in fixed else choices[rng.integers(len(choices))]
-
+        pick = picker(rng, fixed)
         self.op = pick("op", *GATES)
         self.io, self.state_code = pick("io", *DTYPES), pick("state", FP32, BF16)
         self.layout = pick("layout", "vk", "kv")

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from tests.cpu import native
-from tests.cpu.native import ABSENT, BF16, FP16, FP32, PREFILL_FLOAT32, Params, address, assert_close, operand
+from tests.cpu.native import ABSENT, BETA_KIND, BF16, DTYPES, FP32, PREFILL_FLOAT32, Params, address, assert_close, operand, picker
 from tests.reference import recurrence
 
 DEF = "aot/ops/chunk/params_cpu.def"
-BETA_KIND = {"value": 0, "logit": 1, "logit_twice": 2}
-DTYPES = (FP32, BF16, FP16)
 LENS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 50, 64, 70)
 INTERVAL = 32
 CASES = 40
@@ -26,10 +24,7 @@ class Case:
 
     def __init__(self, seed, **fixed):
         rng = self.rng = np.random.default_rng(seed)
-
-        def pick(name, *choices):
-            return fixed[name] if name in fixed else choices[rng.integers(len(choices))]
-
+        pick = picker(rng, fixed)
         self.io, self.state_code, self.layout = pick("io", *DTYPES), pick("state", FP32, BF16), pick("layout", "vk", "kv")
         self.K, self.V = pick("K", 64, 128, 256), pick("V", 64, 128, 192, 320)
         self.columns = pick("columns", 64, 128)

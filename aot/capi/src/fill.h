@@ -18,6 +18,15 @@ inline void fill_pool(const Tensor& pool, int64_t& slot, int64_t& head, int64_t&
   if (present(pool)) slot = pool.stride[0], head = pool.stride[1], slots = pool.shape[0];
 }
 
+template <class P>
+int64_t null_slot_of(const P& p) noexcept {
+  return p.args->has_null_slot ? p.args->null_slot : std::numeric_limits<int64_t>::min();
+}
+template <class P>
+float scale_of(const P& p) noexcept {
+  return p.args->has_scale ? p.args->scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
+}
+
 // The gate's parameters, beta and the state pools. `written` is where the states go.
 template <class D, class P>
 void fill_operands(D& d, const P& p, const Tensor& written) noexcept {
@@ -27,7 +36,7 @@ void fill_operands(D& d, const P& p, const Tensor& written) noexcept {
   d.read_index = p.read.data, d.write_index = p.write.data;
   fill_pool(p.state, d.in_slot, d.in_h, d.in_slots);
   fill_pool(written, d.out_slot, d.out_state_h, d.out_slots);
-  d.null_slot = p.args->has_null_slot ? p.args->null_slot : std::numeric_limits<int64_t>::min();
+  d.null_slot = null_slot_of(p);
 }
 
 template <class D, class P>
@@ -35,18 +44,24 @@ void fill_dims(D& d, const P& p) noexcept {
   d.group = static_cast<int32_t>(p.hv / p.h);
   d.head_dim_k = static_cast<int32_t>(p.dim_k);
   d.head_dim_v = static_cast<int32_t>(p.dim_v);
-  d.scale = p.args->has_scale ? p.args->scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
+  d.scale = scale_of(p);
   d.lower_bound = p.args->lower_bound;
 }
 
+// Of the rows' activation: gate, beta, norm.
 template <class M, class P>
-void fill_modes(M& m, const P& p) noexcept {
+void fill_activation_modes(M& m, const P& p) noexcept {
   m.gate_dtype = float_code(p.gate);
   m.a_log_dtype = float_code(p.a_log);
   m.dt_bias_dtype = float_code(p.dt_bias);
   m.beta_kind = static_cast<uint32_t>(p.args->beta_kind);
   m.beta_dtype = float_code(p.beta);
   m.l2norm = static_cast<uint32_t>(p.args->l2norm);
+}
+
+template <class M, class P>
+void fill_modes(M& m, const P& p) noexcept {
+  fill_activation_modes(m, p);
   m.read_dtype = index_code(p.read);
   m.write_dtype = index_code(p.write);
 }

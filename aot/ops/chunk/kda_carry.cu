@@ -17,7 +17,6 @@ using namespace cula::dev;
 
 constexpr int kCarryRows = 8, kCarryThreads = 128, kCarryParts = 4;
 constexpr int kCarryTile = kDim * kDim, kCarryPart = kCarryTile / kCarryParts;  // floats
-constexpr int kMaxSegments = 64;
 // Four quarters, the rows of the state, the segments to do. Beside two blocks of the prep kernel it must leave room: 72 KB.
 constexpr int kCarrySmemBytes = (kCarryTile + kCarryRows * kDim) * 4 + 512;
 static_assert(kCarrySmemBytes == 70144, "the plan's figure");

@@ -206,16 +206,11 @@ PrepParams prep_params(const Problem& p, const Choice& c, const Workspace& w) no
   d.segments = p.n == 1 && !c.chained ? c.segments : 1;
   d.cut = a.exact ? 1 : c.segments;
   d.flag_words = static_cast<int32_t>(w.flag_words);
-  d.scale = a.has_scale ? a.scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.dim_k)));
+  d.scale = scale_of(p);
   d.lower_bound = a.lower_bound;
   PrepParamsModes m;
+  fill_activation_modes(m, p);
   m.gate_raw = a.gate_kind == CULA_GATE_RAW;
-  m.gate_dtype = float_code(p.gate);
-  m.a_log_dtype = float_code(p.a_log);
-  m.dt_bias_dtype = float_code(p.dt_bias);
-  m.beta_kind = static_cast<uint32_t>(a.beta_kind);
-  m.beta_dtype = float_code(p.beta);
-  m.l2norm = static_cast<uint32_t>(a.l2norm);
   m.cu_dtype = index_code(p.cu);
   d.modes = m.pack();
   return d;
@@ -229,11 +224,9 @@ StateParams state_params(const Problem& p, const Choice& c, const Workspace& w) 
   d.read_index = p.read.data, d.write_index = p.write.data;
   d.v_b = p.v_at.b, d.v_t = p.v_at.t, d.v_h = p.v_at.h;
   d.out_b = p.out_at.b, d.out_t = p.out_at.t, d.out_h = p.out_at.h;
-  d.in_slot = d.in_h = d.in_slots = 0;
-  if (present(p.state)) d.in_slot = p.state.stride[0], d.in_h = p.state.stride[1], d.in_slots = p.state.shape[0];
-  d.out_slot = d.out_state_h = d.out_slots = 0;
-  if (present(p.state_out)) d.out_slot = p.state_out.stride[0], d.out_state_h = p.state_out.stride[1], d.out_slots = p.state_out.shape[0];
-  d.null_slot = p.args->has_null_slot ? p.args->null_slot : std::numeric_limits<int64_t>::min();
+  fill_pool(p.state, d.in_slot, d.in_h, d.in_slots);
+  fill_pool(p.state_out, d.out_slot, d.out_state_h, d.out_slots);
+  d.null_slot = null_slot_of(p);
   d.tokens = p.tokens;
   d.hv = static_cast<int32_t>(p.hv);
   d.head_group = c.head_group;
@@ -241,10 +234,7 @@ StateParams state_params(const Problem& p, const Choice& c, const Workspace& w) 
   d.chunks = static_cast<int32_t>(w.chunks);
   d.segments = c.segments;
   d.checkpoints = p.checkpoints.data, d.checkpoint_index = p.checkpoint_index.data;
-  d.checkpoint_slot = d.checkpoint_h = d.checkpoint_slots = 0;
-  if (present(p.checkpoints)) {
-    d.checkpoint_slot = p.checkpoints.stride[0], d.checkpoint_h = p.checkpoints.stride[1], d.checkpoint_slots = p.checkpoints.shape[0];
-  }
+  fill_pool(p.checkpoints, d.checkpoint_slot, d.checkpoint_h, d.checkpoint_slots);
   d.checkpoint_columns = p.checkpoint_columns;
   d.checkpoint_chunks = p.args->checkpoint_interval / kChunkTokens;
   StateParamsModes m;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <initializer_list>
 
+#include "aot/ops/chunk/record.h"
 #include "error.h"
 #include "fill.h"
 #include "names.h"
@@ -15,7 +16,7 @@
 namespace cula::chunk {
 
 constexpr int64_t kChunkTokens = 32;     // of a chunk; checkpoints stand at multiples of it
-constexpr int32_t kMaxSegments = 64;
+using kda::kMaxSegments;
 
 // ------------------------------------------------------------------------------------------------------------ problem
 

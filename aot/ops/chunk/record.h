@@ -17,6 +17,7 @@ constexpr int kRecDecay = kRecT + kChunk * kChunk * 2;      //  2^G_C [128] floa
 constexpr int kRecordBytes = kRecDecay + kDim * 4;
 static_assert(kRecordBytes == 29184 && kRecordBytes % 128 == 0, "RECORD.md, state_parts.py");
 
+constexpr int kMaxSegments = 64;  // parts that a sequence may be cut into
 // A segment whose last kWarm chunks before it forget enough starts from them, with S = 0, and needs nothing of what came
 // before. A chunk's flag says how much: 1 + floor(-log2 of a bound of ||dS_end / dS_start||). kForgotten: the sum it takes.
 constexpr int kWarm = 2;

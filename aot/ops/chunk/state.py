@@ -40,10 +40,33 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 
+from aot.common.dsl import load_index
 from aot.ops.chunk import state_loop_mma, state_loop_wgmma
 from aot.ops.chunk.state_parts import (
-    CHUNK, DIM, DTYPES, OUT_PITCH, PARAMS, REC_BYTES, REGISTERS, ROWS, STAGE_BYTES, STAGE_V, THREADS, TYPES, Loop, await_record, bring_record,
-    bring_values, load_acquire, load_index, pointer, smem_bytes, staged, store_release, store_state, warm_chunks, Checkpoints,
+    CHUNK,
+    DIM,
+    DTYPES,
+    OUT_PITCH,
+    PARAMS,
+    REC_BYTES,
+    REGISTERS,
+    ROWS,
+    STAGE_BYTES,
+    STAGE_V,
+    THREADS,
+    TYPES,
+    Checkpoints,
+    Loop,
+    await_record,
+    bring_record,
+    bring_values,
+    load_acquire,
+    pointer,
+    smem_bytes,
+    staged,
+    store_release,
+    store_state,
+    warm_chunks,
 )  # fmt: skip
 
 LOOPS = {"wgmma": state_loop_wgmma, "mma": state_loop_mma}

@@ -12,7 +12,22 @@ from cutlass.cute.nvgpu import warp
 
 from aot.ops.chunk import state_operands as at
 from aot.ops.chunk.state_parts import (
-    CHUNK, DIM, REC_DECAY, REC_KD, REC_KR, REC_P, REC_QD, REC_T, ROWS, STAGE_BYTES, Loop, await_record, bring_record, bring_values, checkpoint, pointer,
+    CHUNK,
+    DIM,
+    REC_DECAY,
+    REC_KD,
+    REC_KR,
+    REC_P,
+    REC_QD,
+    REC_T,
+    ROWS,
+    STAGE_BYTES,
+    Loop,
+    await_record,
+    bring_record,
+    bring_values,
+    checkpoint,
+    pointer,
 )  # fmt: skip
 
 

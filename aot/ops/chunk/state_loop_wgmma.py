@@ -10,7 +10,23 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from aot.ops.chunk.state_parts import (
-    CHUNK, DIM, REC_DECAY, REC_KD, REC_KR, REC_P, REC_QD, REC_T, ROWS, STAGE_BYTES, Loop, await_record, bring_record, bring_values, checkpoint, pointer, staged,
+    CHUNK,
+    DIM,
+    REC_DECAY,
+    REC_KD,
+    REC_KR,
+    REC_P,
+    REC_QD,
+    REC_T,
+    ROWS,
+    STAGE_BYTES,
+    Loop,
+    await_record,
+    bring_record,
+    bring_values,
+    checkpoint,
+    pointer,
+    staged,
 )  # fmt: skip
 
 

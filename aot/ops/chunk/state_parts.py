@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from aot.common.dsl import load_index
+
 _TEXT = Path(__file__).with_name("params_state.def").read_text()
 PARAMS = [(name, kind) for kind, name in re.findall(r"^CULA_PARAM\((\w+), (\w+)\)", _TEXT, re.M)]
 TYPES = {"ptr": Int64, "i64": Int64, "i32": Int32, "f32": Float32}
@@ -33,18 +35,6 @@ def smem_bytes(stages):
 
 def pointer(dtype, address, space=cute.AddressSpace.gmem, align=16):
     return cute.make_ptr(dtype, address, space, assumed_align=align)
-
-
-def load_index(base, element, code, default):
-    """Element of an int32 (code 1) or int64 (code 2) tensor as Int64; `default` without a tensor (code 0)."""
-    return cute.arch.inline_ptx(
-        """{ .reg .pred p32, p64; .reg .b64 a; .reg .b32 s;
-        setp.eq.s32 p32, {$r2}, 1; setp.eq.s32 p64, {$r2}, 2;
-        selp.b32 s, 3, 2, p64; shl.b64 a, {$r1}, s; add.s64 a, a, {$r0}; mov.b64 {$w0}, {$r3};
-        @p32 ld.global.s32 {$w0}, [a]; @p64 ld.global.s64 {$w0}, [a]; }""",
-        write_only_types=[Int64],
-        read_only_args=[base, element, code, default],
-    )
 
 
 @cute.jit

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from aot.common.dsl import load_index
 from aot.ops.decode import ptx
 
 GATE_NONE, GATE_LOG_HEAD, GATE_LOG_CHANNEL, GATE_RAW, GATE_CONST_HEAD = range(5)  # cula_gate_kind
@@ -40,8 +41,8 @@ class Config:
 def slots(p, row):
     """(read, write, reads, writes, live) of a row: the slot numbers, whether they count, and whether the row is not padding.
     Without any pool no row is padding, and the outputs are those of a zero state."""
-    read = ptx.load_index(p.read_index, row * p.read_stride, p.read_dtype, row)
-    write = ptx.load_index(p.write_index, row * p.write_stride, p.write_dtype, read)
+    read = load_index(p.read_index, row * p.read_stride, p.read_dtype, row)
+    write = load_index(p.write_index, row * p.write_stride, p.write_dtype, read)
     reads = (read >= 0) & (read != p.null_slot) & (read < p.in_slots) & (p.no_state == 0)
     writes = (write >= 0) & (write != p.null_slot) & (write < p.out_slots)
     return read, write, reads, writes, reads | writes | (p.state_out == 0)

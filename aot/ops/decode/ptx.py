@@ -7,7 +7,7 @@ the first is waited for: at N = 1 each dependent trip to memory is about a sixth
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32
+from cutlass import Float32, Uint32
 
 F32, BF16, FP16, ABSENT = 0, 1, 2, 3  # dtype codes of params.def
 DTYPE_CODE = {"fp32": F32, "bf16": BF16, "fp16": FP16}
@@ -59,18 +59,6 @@ def load_scalar(base, index, code):
         @p32 ld.global.b32 {$w0}, [a]; @p16 ld.global.u16 {$w0}, [a]; }""",
         write_only_types=[Uint32],
         read_only_args=[base, index, code],
-    )
-
-
-def load_index(base, element, code, default):
-    """Index tensor element as Int64; `default` where code is 0 (no tensor)."""
-    return cute.arch.inline_ptx(
-        """{ .reg .pred p32, p64; .reg .b64 a; .reg .b32 s, lo;
-        setp.eq.s32 p32, {$r2}, 1; setp.eq.s32 p64, {$r2}, 2;
-        selp.b32 s, 3, 2, p64; shl.b64 a, {$r1}, s; add.s64 a, a, {$r0}; mov.b64 {$w0}, {$r3};
-        @p32 ld.global.s32 {$w0}, [a]; @p64 ld.global.s64 {$w0}, [a]; }""",
-        write_only_types=[Int64],
-        read_only_args=[base, element, code, default],
     )
 
 
